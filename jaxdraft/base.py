@@ -1,0 +1,197 @@
+"""The contracts. Read this file first: everything else fills in these names.
+
+Letters, with the same meaning in every shape comment, docstring and einsum:
+
+  ====  ==========================================  ====  =========================================
+  B     rows (requests) in a batch                  V     vocabulary
+  T     token rows fed in one call                  D     model width
+  K     draft tokens of a round                     A     width of the auxiliary states: taps x D
+  C     candidates of a lattice step                N     query heads
+  L     layers of one kind                          G     key/value heads
+  P     pages in a pool                             H     head width
+  Z     slots of a page                             Q     query rows of a drafter's block
+  M     columns of a page table                     R     pages of a ring
+  ====  ==========================================  ====  =========================================
+
+Words. A *page* is a piece of a key/value cache; a *block* is only ever the drafter's block of query
+rows. The *anchor* is a row's last token: emitted, not yet in the cache. A *round* verifies, commits,
+feeds the drafter and proposes. *Rollback* is never an action: a round commits the accepted rows, and
+the rest was never committed.
+
+Targets and drafters are *pytrees with methods*: their weights are leaves, everything else is static.
+They cross ``jit`` as arguments like any array, and no weight is ever baked into a program.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from flax import struct
+
+NO_PAGE = 2**30
+"""Page id of "no page". Past every pool, so ``mode="drop"`` drops the write; -1 would wrap around
+to the last page (jax-ml/jax#21708)."""
+
+NO_TOKEN = -1
+"""Token id of "no token" in results. Never fed to a model."""
+
+MASKED = -1e30
+"""Score of what must not be chosen: large, negative and finite, so no ``inf - inf`` arises."""
+
+
+class Status(enum.IntEnum):
+    """What became of a row. Failure under ``jit`` is data."""
+
+    RUNNING = 0
+    STOP = 1  # a stop id was emitted
+    LENGTH = 2  # max_new_tokens were emitted
+    CONTEXT = 3  # the sequence fills the context
+    NONFINITE = 4  # the target's logits are not finite; the row emits nothing from them
+    EMPTY = 5  # a padding row: it never ran
+
+    @property
+    def reason(self) -> str:
+        """Lower-case word for people: ``"stop"``, ``"length"``, ..."""
+        return self.name.lower()
+
+
+class NoDraft(enum.IntEnum):
+    """Why a row has no drafts in a round."""
+
+    DRAFTED = 0
+    UNWANTED = 1  # the row is finished, or its limit is zero
+    HOLE = 2  # committed rows are missing from the drafter's cache
+    CONTEXT = 3  # the block would pass the drafter's rotary table
+    NONFINITE = 4  # a score was not finite
+    DENIED = 5  # no ring or page was free when the row was admitted
+
+
+@struct.dataclass
+class Lattice:
+    """C candidates for each of K steps, and a score for every pair of neighbours.
+
+    ``scores[b, k, i, j]`` scores candidate j of step k after candidate i of step k - 1. Before step
+    0 stands the anchor, so all rows of ``scores[b, 0]`` are equal.
+    """
+
+    candidates: jax.Array  # [B, K, C] int32
+    scores: jax.Array  # [B, K, C, C] float32
+
+
+@struct.dataclass
+class Proposal:
+    """What a drafter proposes for each row.
+
+    Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``.
+    """
+
+    tokens: jax.Array  # [B, K] int32
+    length: jax.Array  # [B] int32, 0..K
+    lattice: Lattice | None = None
+
+
+@struct.dataclass
+class Feed:
+    """Committed rows for a drafter, and what is asked of it.
+
+    Row b of the batch brings ``count[b]`` committed rows at positions ``first_position[b] + t``.
+    Entries at or past ``count`` are ignored. A drafter reads the members it needs.
+    """
+
+    aux: jax.Array | None  # [B, T, A] auxiliary states of the committed rows
+    count: jax.Array  # [B] int32
+    first_position: jax.Array  # [B] int32
+    anchor: jax.Array  # [B] int32, the token that follows the last committed row
+    wants_draft: jax.Array  # [B] bool
+    limit: jax.Array  # [B] int32, the most drafts the row can use
+    hidden: jax.Array | None = None  # [B, T, D] rows after the target's final norm
+    tokens: jax.Array | None = None  # [B, T] the committed tokens themselves
+
+
+@struct.dataclass
+class DraftInfo:
+    """What happened in a drafter's step. Nothing depends on it."""
+
+    reason: jax.Array  # [B] int32, a NoDraft
+
+
+@struct.dataclass
+class TargetOutput:
+    """One forward pass of a target over T token rows.
+
+    ``state`` is *tentative*: nothing in it counts until ``commit`` says how many rows do.
+    """
+
+    logits: jax.Array  # [B, T, V] float32; [B, 1, V] when one row was asked for
+    aux: jax.Array | None  # [B, T, A]
+    hidden: jax.Array | None  # [B, T, D]
+    state: Any
+
+
+@runtime_checkable
+class Target(Protocol):
+    """The model whose output must not change. A pytree; see the module docstring."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V: tokens are 0..V-1."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Positions the target can represent."""
+        ...
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """An empty state of ``batch`` rows with room for ``capacity`` positions each."""
+        ...
+
+    def forward(
+        self, tokens: jax.Array, count: jax.Array, state: Any, *, row: jax.Array | None = None
+    ) -> TargetOutput:
+        """Run rows ``tokens[b, :count[b]]`` after the committed ones.
+
+        Args:
+          tokens: [B, T] int32. Entries at or past ``count`` are ignored, whatever they hold.
+          count: [B] int32, 0..T.
+          state: from ``init`` or ``commit``. Left as it was.
+          row: [B] int32: give logits of this row only, as [B, 1, V].
+        """
+        ...
+
+    def commit(self, state: Any, count: jax.Array) -> Any:
+        """The first ``count[b]`` rows of the last ``forward`` happened; the others did not.
+
+        Args:
+          state: the tentative state of a ``TargetOutput``.
+          count: [B] int32, 0..T; never more rows than were run.
+        """
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens. It can fail to help, never to harm. A pytree; see the module docstring."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """K, the most tokens it proposes."""
+        ...
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """An empty state of ``batch`` rows; ``capacity`` bounds the positions ever ingested."""
+        ...
+
+    def ingest(self, state: Any, feed: Feed) -> Any:
+        """Take in committed rows. Rejected rows never reach a drafter."""
+        ...
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """Draft from everything ingested so far, after ``feed.anchor``."""
+        ...
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        ...

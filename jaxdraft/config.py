@@ -1,0 +1,248 @@
+"""What a model is: frozen, hashable descriptions. No arrays, no input or output.
+
+Every field is read from an artifact (``genai_config.json`` and the ONNX graph) or written by a user;
+nothing here has a default that an artifact could silently disagree with, except where "absent" has
+one meaning. Letters are those of the glossary in :mod:`jaxdraft.base`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+LayerKind = Literal["attention", "delta_net"]
+DrafterKind = Literal["dflash2", "dspark", "mtp"]
+
+FULL_ATTENTION = -1
+"""``window`` of a layer that sees every earlier key."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """One softmax-attention layer.
+
+    Attributes:
+      heads: query heads N.
+      kv_heads: key/value heads G; N is a multiple of G.
+      head_dim: width H of one head (independent of the model width).
+      rotary_dim: leading channels of a head that are rotated, half-split; 0 for none.
+      gated: the query projection carries a gate per head, ``[query(H), gate(H)]``; the
+        attention output is multiplied by ``sigmoid(gate)``.
+      qk_norm: queries and keys pass an RMSNorm over H before rotation.
+      norm_eps: epsilon of that norm.
+      window: keys visible to a query, itself counted; ``FULL_ATTENTION`` for all.
+      scale: multiplier of ``q . k``.
+      softcap: scores become ``softcap * tanh(scores / softcap)``; 0 for none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    gated: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    window: int = FULL_ATTENTION
+    scale: float
+    softcap: float = 0.0
+
+    @property
+    def query_rows(self) -> int:
+        """Output rows of the query projection (queries, and gates when gated)."""
+        return self.heads * self.head_dim * (2 if self.gated else 1)
+
+    @property
+    def kv_rows(self) -> int:
+        """Output rows of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+    """One gated delta-net layer (``com.microsoft.GatedDeltaNet``; arXiv:2412.06464).
+
+    Attributes:
+      key_heads: heads Hk of queries and keys.
+      value_heads: heads Hv of values and of the state; a key head serves Hv / Hk of them.
+      key_dim: width Dk of a key.
+      value_dim: width Dv of a value.
+      conv_width: taps W of the depthwise causal convolution before the recurrence.
+      norm_eps: epsilon of the gated RMSNorm after it.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm_eps: float = 1e-6
+
+    @property
+    def key_rows(self) -> int:
+        """Channels of all keys (and of all queries)."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_rows + self.value_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """A gated MLP: ``down(silu(gate(x)) * up(x))`` with ``hidden`` inner channels."""
+
+    hidden: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Routed experts beside one shared expert (Qwen3.5 MoE).
+
+    Attributes:
+      experts: number of experts E.
+      active: experts a token is sent to; their weights are a softmax over E, the best ``active``
+        kept and renormalised.
+      hidden: inner channels of one expert.
+      shared_hidden: inner channels of the shared expert, which a sigmoid gate scales; 0 for none.
+    """
+
+    experts: int
+    active: int
+    hidden: int
+    shared_hidden: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A decoder: what it computes, not where it lives.
+
+    Attributes:
+      vocab_size: V.
+      width: D.
+      layers: the kind of each layer, in order.
+      attention: shape of the softmax-attention layers, if there are any.
+      delta_net: shape of the delta-net layers, if there are any.
+      mlp: the feed-forward part of every layer.
+      norm_eps: epsilon of the RMSNorms on the residual stream.
+      tied: the head is the embedding, one array.
+      context_length: positions the rotary table covers; no sequence is longer.
+      taps: layers whose *entering* residual is exposed, in the artifact's order; the auxiliary
+        states are their concatenation, A = len(taps) * D.
+      hidden_states: the artifact names an output with the hidden rows after the final norm.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerKind, ...]
+    attention: AttentionConfig | None
+    delta_net: DeltaNetConfig | None
+    mlp: MlpConfig | MoeConfig
+    norm_eps: float
+    tied: bool
+    context_length: int
+    taps: tuple[int, ...] = ()
+    hidden_states: bool = False
+
+    @property
+    def aux_width(self) -> int:
+        """A, the width of one row of auxiliary hidden states (0 without taps)."""
+        return len(self.taps) * self.width
+
+    def count(self, kind: LayerKind) -> int:
+        """How many layers are of ``kind``."""
+        return sum(layer == kind for layer in self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvConfig:
+    """The dynamic grouped convolution over the rows of a DFlash2 block.
+
+    Attributes:
+      taps: rows a tap reaches back over (tap 0 is the row itself); never past the block's first row.
+      group: channels that share one predicted kernel.
+    """
+
+    taps: int
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockDrafterConfig:
+    """A DFlash2 or DSpark drafter.
+
+    Attributes:
+      kind: which head scores the lattice.
+      vocab_size: V, the target's.
+      width: D, the target's.
+      aux_width: A, the width of the target's auxiliary states that the drafter reads.
+      layers: number of layers.
+      attention: shape of every layer's (non-causal) attention; its ``window`` decides the cache:
+        a bounded ring, or pages beside the target's.
+      mlp_hidden: inner channels of every MLP.
+      norm_eps: epsilon of the RMSNorms on the residual stream.
+      block_size: query rows Q of a block: the anchor and Q - 1 masks.
+      draft_tokens: K. DFlash2: Q - 1, row 0 predicts nothing. DSpark: Q, every row predicts.
+      candidates: C, tokens kept a step.
+      rank: inner width of the pairwise scores.
+      mask_token: token id of the block's mask rows.
+      context_length: positions the rotary table covers.
+      embedding_scale: multiplier of the block's embeddings.
+      conv: the block convolutions, DFlash2 only.
+    """
+
+    kind: Literal["dflash2", "dspark"]
+    vocab_size: int
+    width: int
+    aux_width: int
+    layers: int
+    attention: AttentionConfig
+    mlp_hidden: int
+    norm_eps: float
+    block_size: int
+    draft_tokens: int
+    candidates: int
+    rank: int
+    mask_token: int
+    context_length: int
+    embedding_scale: float = 1.0
+    conv: ConvConfig | None = None
+
+    @property
+    def first_row(self) -> int:
+        """The block row that predicts draft 0: row 1 of a DFlash2 block, row 0 of a DSpark block."""
+        return 1 if self.kind == "dflash2" else 0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the cache is a bounded ring."""
+        return self.attention.window != FULL_ATTENTION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """The target's own multi-token-prediction head: one full-attention layer, chained.
+
+    Attributes:
+      vocab_size: V.
+      width: D.
+      attention: shape of its attention layer.
+      mlp: its feed-forward part.
+      norm_eps: epsilon of its RMSNorms.
+      context_length: positions the rotary table covers.
+    """
+
+    vocab_size: int
+    width: int
+    attention: AttentionConfig
+    mlp: MlpConfig | MoeConfig
+    norm_eps: float
+    context_length: int
+
+
+DrafterConfig = BlockDrafterConfig | MtpConfig

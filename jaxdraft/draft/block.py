@@ -1,0 +1,176 @@
+"""DFlash2 and DSpark as drafters: committed rows into a cache, one block, one lattice, one walk."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, Lattice, NoDraft, Proposal
+from jaxdraft.config import BlockDrafterConfig
+from jaxdraft.draft.lattice import greedy, path_tokens, walk
+from jaxdraft.nn.block_drafter import BlockBackbone
+from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.state import paged, ring
+from jaxdraft.state.paged import PagedPool, Source
+from jaxdraft.state.ring import Ring
+
+INGEST_ROWS = 128
+"""Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""
+
+RING_PAGE = 128
+"""Slots of a ring's page in a fixed batch."""
+
+
+@struct.dataclass
+class BlockState:
+    """What a block drafter remembers."""
+
+    cache: Ring | PagedPool  # a ring when the drafter has a window, pages otherwise
+    whole: jax.Array  # [B] bool: every committed row so far was ingested
+
+    @property
+    def length(self) -> jax.Array:
+        """Positions ingested, [B] int32."""
+        return self.cache.length
+
+
+@struct.dataclass
+class BlockDrafter:
+    """A DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
+
+    The embedding and the head are the target's own arrays.
+    """
+
+    backbone: Frozen[BlockBackbone]
+    embedding: jax.Array  # [V, D]
+    head: jax.Array  # [V, D]
+    config: BlockDrafterConfig = struct.field(pytree_node=False)
+    dtype: jnp.dtype = struct.field(pytree_node=False)
+
+    @property
+    def draft_tokens(self) -> int:
+        """K."""
+        return self.config.draft_tokens
+
+    def init(self, batch: int, capacity: int) -> BlockState:
+        """An empty state. A windowed drafter's does not depend on ``capacity``."""
+        c, a = self.config, self.config.attention
+        if c.windowed:
+            cache: Ring | PagedPool = Ring.zeros(
+                layers=c.layers,
+                batch=batch,
+                window=a.window,
+                block=c.block_size,
+                page_size=RING_PAGE,
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                dtype=self.dtype,
+            )
+        else:
+            cache = PagedPool.one_page_a_row(
+                layers=c.layers,
+                batch=batch,
+                capacity=paged.room(capacity, INGEST_ROWS),
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                dtype=self.dtype,
+            )
+        return BlockState(cache, jnp.ones((batch,), bool))
+
+    def ingest(self, state: BlockState, feed: Feed) -> BlockState:
+        """See :meth:`jaxdraft.base.Drafter.ingest`.
+
+        Rows must follow the ones ingested before, or start again at position 0. A row that does
+        neither has a hole: it takes nothing in and proposes nothing until it starts again.
+        """
+        assert feed.aux is not None, "a block drafter reads the target's auxiliary states"
+        chex.assert_shape(feed.aux, (None, None, self.config.aux_width))
+        brings = feed.count > 0
+        fresh = brings & (feed.first_position == 0)
+        follows = fresh | (feed.first_position == state.length)
+        whole = fresh | (state.whole & (follows | ~brings))
+        count = jnp.where(whole, feed.count, 0)
+        first = jnp.where(count > 0, feed.first_position, state.length)
+        steps = jnp.arange(feed.aux.shape[1], dtype=jnp.int32)[None]
+        # What lies past `count` may be anything, even NaN; it must not reach a product.
+        aux = jnp.where((steps < count[:, None])[..., None], feed.aux, 0)
+        keys, values = self.backbone().context(aux, first[:, None] + steps)
+        cache = state.cache
+        if isinstance(cache, Ring):
+            cache = ring.write(cache, keys, values, first, count)
+        else:
+            cache = cache.replace(length=first)
+            for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+                cache = paged.write(cache, layer, k, v, count)
+            cache = cache.replace(length=first + count)
+        return BlockState(cache, whole)
+
+    def propose(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`. The state is read, never written."""
+        config = self.config
+        limit = jnp.minimum(feed.limit, config.draft_tokens)
+        reason = jnp.where(feed.wants_draft & (limit > 0), NoDraft.DRAFTED, NoDraft.UNWANTED)
+        reason = _unless(reason, ~state.whole, NoDraft.HOLE)
+        past = state.length + config.block_size > config.context_length
+        reason = _unless(reason, past, NoDraft.CONTEXT)
+        drafts = reason == NoDraft.DRAFTED
+        batch = feed.anchor.shape[0]
+        shape = (batch, config.draft_tokens, config.candidates)
+
+        def nothing() -> Lattice:
+            scores = jnp.zeros((*shape, config.candidates), jnp.float32)
+            return Lattice(jnp.zeros(shape, jnp.int32), scores)
+
+        lattice = lax.cond(
+            jnp.any(drafts), lambda: self.lattice(state, feed.anchor), nothing
+        )
+        finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
+        reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
+        length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
+        tokens = path_tokens(lattice, walk(lattice, greedy))
+        kept = jnp.arange(config.draft_tokens)[None] < length[:, None]
+        proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice)
+        return state, proposal, DraftInfo(reason)
+
+    def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
+        """The candidates and edge scores after ``anchor`` [B], for every row."""
+        config, backbone = self.config, self.backbone()
+        batch, width = anchor.shape[0], config.candidates
+        anchor = jnp.clip(anchor, 0, config.vocab_size - 1)
+        masks = jnp.full((batch, config.block_size - 1), config.mask_token, jnp.int32)
+        block = jnp.concatenate([anchor[:, None], masks], axis=1)
+        embedded = jnp.take(self.embedding, block, axis=0)
+        features = backbone.block(embedded, state.length, self._context(state))
+        logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
+        values, candidates = lax.top_k(logits, width)
+        start = jnp.broadcast_to(anchor[:, None, None], (batch, 1, width))
+        previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)
+        pairs = backbone.pair_scores(features, previous, candidates)
+        return Lattice(candidates, pairs + values[:, :, None, :])
+
+    def step(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(self, state, feed)
+
+    def _context(self, state: BlockState):  # noqa: ANN202 - int -> Source
+        def source(layer: int) -> Source:
+            if isinstance(state.cache, Ring):
+                return ring.source(state.cache, layer)
+            return paged.source(state.cache, layer, state.length)
+
+        return source
+
+
+@jax.jit
+def _step(
+    drafter: BlockDrafter, state: BlockState, feed: Feed
+) -> tuple[BlockState, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)
+
+
+def _unless(reason: jax.Array, condition: jax.Array, why: NoDraft) -> jax.Array:
+    """``why`` where the row would have drafted and ``condition`` holds."""
+    return jnp.where((reason == NoDraft.DRAFTED) & condition, int(why), reason)

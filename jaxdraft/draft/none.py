@@ -1,0 +1,38 @@
+"""No drafts: plain decoding is a round of one row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from jaxdraft.base import DraftInfo, Feed, NoDraft, Proposal
+
+
+@struct.dataclass
+class NoDrafter:
+    """A :class:`jaxdraft.base.Drafter` with K = 0."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """K = 0."""
+        return 0
+
+    def init(self, batch: int, capacity: int) -> tuple[()]:
+        """Nothing to remember."""
+        del batch, capacity
+        return ()
+
+    def ingest(self, state: tuple[()], feed: Feed) -> tuple[()]:
+        """Nothing to take in."""
+        del feed
+        return state
+
+    def propose(self, state: tuple[()], feed: Feed) -> tuple[tuple[()], Proposal, DraftInfo]:
+        """An empty proposal."""
+        batch = feed.anchor.shape[0]
+        proposal = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32))
+        return state, proposal, DraftInfo(jnp.full((batch,), NoDraft.UNWANTED, jnp.int32))
+
+    def step(self, state: tuple[()], feed: Feed) -> tuple[tuple[()], Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        return self.propose(state, feed)

@@ -1,0 +1,529 @@
+"""Generation: one XLA program for a whole batch, and a streaming driver over the same round.
+
+The host prepares arrays and reads results; between the first and the last token nothing crosses
+to it. With arrays in, :func:`generate` traces under the caller's own ``jit``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxdraft import round as rounds
+from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.draft.none import NoDrafter
+from jaxdraft.model import Model
+from jaxdraft.nn.decoder import PREFILL_CHUNK
+from jaxdraft.round import RoundInfo, RoundState, Rules, Stats
+from jaxdraft.text import Text
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+
+_MIN_BUCKET = 16
+_INT32_MAX = 2**31 - 1
+
+
+@struct.dataclass
+class Trace:
+    """What happened round by round."""
+
+    accepted: jax.Array  # [B, rounds] int32 accepted drafts; -1 past a row's end
+
+
+@struct.dataclass
+class Output:
+    """What was generated."""
+
+    tokens: jax.Array  # [B, N] int32, NO_TOKEN past ``lengths``; the prompt is not in it
+    lengths: jax.Array  # [B] int32
+    status: jax.Array  # [B] int32, a Status
+    stats: Stats
+    trace: Trace | None = None
+    text: Text | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each row ended: "stop", "length", "context", "nonfinite"."""
+        return [Status(int(code)).reason for code in np.asarray(self.status)]
+
+    def ids(self) -> list[list[int]]:
+        """The tokens of each row as a list."""
+        tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+        return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+
+    def texts(self) -> list[str]:
+        """The text of each row.
+
+        Raises:
+          ValueError: the model came without a tokenizer.
+        """
+        if self.text is None:
+            raise ValueError("the model has no tokenizer: read out.tokens and out.lengths instead")
+        return [self.text.decode(row) for row in self.ids()]
+
+
+@struct.dataclass
+class Event:
+    """What one row received in one round of :func:`stream`."""
+
+    row: int
+    tokens: list[int]
+    text: str | None  # None without a tokenizer; may lag behind the tokens by a partial character
+    accepted: int  # accepted drafts among the tokens; -1 for the token after the prompt
+    finish_reason: str | None  # set on the row's last event
+
+
+@struct.dataclass
+class Scored:
+    """One forward pass over given tokens."""
+
+    logits: jax.Array  # [B, T, V] float32; row t predicts token t + 1
+    aux_hidden: jax.Array | None  # [B, T, A]
+    hidden: jax.Array | None  # [B, T, D], after the final norm
+
+
+def generate(
+    model: Model,
+    prompts: Prompts,
+    *,
+    lengths: Any = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    drafter: str | Drafter = "auto",
+    stop_ids: Sequence[int] | None = None,
+    draft_limit: int | Sequence[int] | jax.Array | None = None,
+    max_length: int | None = None,
+    trace: bool = False,
+    throw: bool = True,
+) -> Output:
+    """Continue every prompt, greedily, losslessly: the tokens are the target's own.
+
+    The whole generation is one compiled program. Prompts and outputs share buffers whose sizes
+    are powers of two, so other prompts, limits and stop ids of the same bucket compile nothing.
+
+    Args:
+      model: from :func:`jaxdraft.load` or ``Model.of``.
+      prompts: a string; strings; a list of ids; lists of ids; or a padded [B, P] integer array with
+        ``lengths``. Under ``jit`` it must be an array.
+      lengths: [B], with an array: how many ids of each row are its prompt. Default: all.
+      max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
+      drafter: "auto" (the model's own, if it has one), "none", the kind of the model's drafter, or
+        a drafter of your own.
+      stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
+      draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
+      max_length: the longest sequence, prompt included. Default: the model's context.
+      trace: also give ``out.trace``.
+      throw: raise when a row's logits were not finite, instead of only saying so in ``status``.
+
+    Returns:
+      Tokens [B, N], their number [B], and counters.
+
+    Raises:
+      ValueError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room, or
+        arguments of the wrong form. Nothing was allocated or run.
+      FloatingPointError: with ``throw``, non-finite logits.
+    """
+    traced = isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
+    plan = _plan(model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter)
+    out = _generate(
+        model.target,
+        plan.drafter,
+        plan.tokens,
+        plan.lengths,
+        plan.rules,
+        new_tokens=plan.new_tokens,
+        trace=trace,
+    )
+    out = out.replace(text=model.text)
+    if traced:
+        return out.replace(tokens=out.tokens[:, : plan.wanted])
+    return _finish(out, plan.wanted, throw)
+
+
+def stream(
+    model: Model,
+    prompts: Prompts,
+    *,
+    lengths: Any = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    drafter: str | Drafter = "auto",
+    stop_ids: Sequence[int] | None = None,
+    draft_limit: int | Sequence[int] | None = None,
+    max_length: int | None = None,
+    throw: bool = True,
+) -> Iterator[Event]:
+    """Like :func:`generate`, round by round: an event for every row that received tokens.
+
+    The same prefill and the same round are called from Python, and give the same tokens. The
+    generator returns the final :class:`Output` (``return`` value of the iteration, or see
+    :func:`collect`).
+
+    Args, Raises: see :func:`generate`. Arguments are checked before this returns.
+    """
+    plan = _plan(model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter)
+    return _stream(model, plan, throw)
+
+
+def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
+    """Run the target over given tokens, from an empty state.
+
+    Args:
+      model: from :func:`jaxdraft.load` or ``Model.of``.
+      tokens: as ``prompts`` of :func:`generate`.
+      lengths: [B], with an array. What a row holds past its length has no meaning.
+
+    Returns:
+      Logits [B, T, V], auxiliary states [B, T, A] and hidden rows [B, T, D].
+
+    Raises:
+      ValueError: as :func:`generate`, for tokens outside the vocabulary or the context.
+    """
+    ids, count = _arrays(model, tokens, lengths)
+    size = ids.shape[1]
+    if size > model.info.context_length:
+        raise ValueError(
+            f"{size} tokens do not fit the context of {model.info.context_length} positions"
+        )
+    bucket = size if isinstance(ids, jax.core.Tracer) else _bucket(size)
+    ids = _pad(ids, bucket)
+    scored = _score(model.target, ids, count)
+    return jax.tree.map(lambda x: x[:, :size], scored)
+
+
+# --------------------------------------------------------------------------- programs
+
+
+def _chunk(size: int) -> int:
+    return min(size, PREFILL_CHUNK)
+
+
+@functools.partial(jax.jit, static_argnames=("new_tokens", "trace"))
+def _generate(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rules: Rules,
+    *,
+    new_tokens: int,
+    trace: bool,
+) -> Output:
+    """Prefill, then rounds until every row is done."""
+    batch = tokens.shape[0]
+    state = _start(target, drafter, tokens, lengths, rules, new_tokens)
+    # A round emits at least one token of every running row.
+    accepted = jnp.full((batch, new_tokens if trace else 0), -1, jnp.int32)
+
+    def running(carry: tuple[RoundState, jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(carry[0].status == Status.RUNNING)
+
+    def body(
+        carry: tuple[RoundState, jax.Array, jax.Array],
+    ) -> tuple[RoundState, jax.Array, jax.Array]:
+        state, number, accepted = carry
+        state, info = rounds.round(target, drafter, state, rules)
+        if trace:
+            accepted = lax.dynamic_update_slice(accepted, info.accepted[:, None], (0, number))
+        return state, number + 1, accepted
+
+    carry = (state, jnp.asarray(0, jnp.int32), accepted)
+    state, _, accepted = lax.while_loop(running, body, carry)
+    return _output(state, lengths, new_tokens, Trace(accepted) if trace else None)
+
+
+def _start(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rules: Rules,
+    new_tokens: int,
+) -> RoundState:
+    """Prefill into buffers with room for the output."""
+    size = tokens.shape[1]
+    room = jnp.pad(tokens, ((0, 0), (0, new_tokens)))
+    state, _ = rounds.prefill(
+        target,
+        drafter,
+        room,
+        lengths,
+        rules,
+        capacity=size + new_tokens,
+        chunk=_chunk(size),
+    )
+    return state
+
+
+_start_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_start)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _round_program(
+    target: Target, drafter: Drafter, state: RoundState, rules: Rules
+) -> tuple[RoundState, RoundInfo]:
+    return rounds.round(target, drafter, state, rules)
+
+
+def _output(
+    state: RoundState, lengths: jax.Array, new_tokens: int, trace: Trace | None
+) -> Output:
+    place = jnp.arange(new_tokens, dtype=jnp.int32)[None]
+    index = lengths[:, None] + place
+    tokens = jnp.take_along_axis(state.tokens, index, axis=1, mode="clip")
+    tokens = jnp.where(place < state.emitted[:, None], tokens, NO_TOKEN)
+    return Output(tokens, state.emitted, state.status, state.stats, trace)
+
+
+_output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_output)
+
+
+@jax.jit
+def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
+    batch, size = tokens.shape
+    chunk = _chunk(size)
+    padded = _pad(tokens, size + -size % chunk)
+    state = target.init(batch, padded.shape[1])
+
+    def step(carry: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Scored]:
+        state, offset = carry
+        part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
+        count = jnp.clip(lengths - offset, 0, chunk)
+        out = target.forward(part, count, state)
+        state = target.commit(out.state, count)
+        return (state, offset + chunk), Scored(out.logits, out.aux, out.hidden)
+
+    start = (state, jnp.asarray(0, jnp.int32))
+    _, parts = lax.scan(step, start, None, length=padded.shape[1] // chunk)
+    # [chunks, B, chunk, X] -> [B, T, X]
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(x, 0, 1).reshape(batch, -1, x.shape[-1])[:, :size], parts
+    )
+
+
+# --------------------------------------------------------------------------- host
+
+
+@struct.dataclass
+class _Plan:
+    drafter: Drafter
+    tokens: jax.Array  # [B, P], padded to a bucket
+    lengths: jax.Array  # [B]
+    rules: Rules
+    new_tokens: int  # N, rounded up
+    wanted: int  # the caller's N
+
+
+def _plan(
+    model: Model,
+    prompts: Prompts,
+    lengths: Any,
+    max_new_tokens: int | Sequence[int],
+    stop_ids: Sequence[int] | None,
+    draft_limit: Any,
+    max_length: int | None,
+    drafter: str | Drafter,
+) -> _Plan:
+    """Check everything, then put it on the device."""
+    chosen = _choose(model, drafter)
+    ids, count = _arrays(model, prompts, lengths)
+    traced = isinstance(ids, jax.core.Tracer) or isinstance(count, jax.core.Tracer)
+    batch = ids.shape[0]
+    limit = model.info.context_length if max_length is None else max_length
+    if not 1 <= limit <= model.info.context_length:
+        raise ValueError(
+            f"max_length is {limit}; the model's context has {model.info.context_length} positions"
+        )
+    if not traced:
+        for row, n in enumerate(np.asarray(count)):
+            if n >= limit:
+                raise ValueError(
+                    f"prompt {row} has {n} tokens; with max_length {limit} the longest prompt that "
+                    f"leaves room for one token has {limit - 1}"
+                )
+    wanted = _per_row("max_new_tokens", max_new_tokens, batch, low=1)
+    stops = model.info.stop_ids if stop_ids is None else tuple(int(i) for i in stop_ids)
+    for i in stops:
+        if not 0 <= i < model.target.vocab_size:
+            raise ValueError(f"stop id {i} is not in the vocabulary of {model.target.vocab_size}")
+    drafts = (
+        np.full((batch,), chosen.draft_tokens, np.int32)
+        if draft_limit is None
+        else draft_limit
+        if isinstance(draft_limit, jax.core.Tracer)
+        else _per_row("draft_limit", draft_limit, batch, low=0)
+    )
+    most = int(wanted.max())
+    if not traced:  # no row can emit more than the context leaves
+        longest = int(np.min(np.asarray(count)))
+        most = min(most, limit - longest)
+    new_tokens = _bucket(most)
+    rules = Rules(
+        stop_ids=np.asarray(_pad_stops(stops), np.int32),
+        max_new_tokens=np.minimum(wanted, _INT32_MAX),
+        max_length=np.full((batch,), limit, np.int32),
+        draft_limit=drafts,
+    )
+    if not traced:
+        ids = _pad(ids, _bucket(ids.shape[1]))
+    ids, count, rules = jax.device_put((ids, count, rules))
+    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()))
+
+
+def _choose(model: Model, drafter: str | Drafter) -> Drafter:
+    if not isinstance(drafter, str):
+        if not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter is {drafter!r}; expected a name or a jaxdraft.base.Drafter")
+        return drafter
+    if drafter == "none":
+        return NoDrafter()
+    if drafter in ("auto", model.info.drafter):
+        return model.drafter
+    raise ValueError(
+        f"drafter {drafter!r} is not here: this model has "
+        + (f"{model.info.drafter!r}" if model.info.drafter != "none" else "no drafter")
+        + "; 'auto' and 'none' always work"
+    )
+
+
+def _arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
+    """Prompts as (ids [B, P], lengths [B]), checked unless traced."""
+    if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 2:
+        if not np.issubdtype(prompts.dtype, np.integer):
+            raise ValueError(f"prompts are {prompts.dtype}; token ids are integers")
+        batch, size = prompts.shape
+        count = np.full((batch,), size, np.int32) if lengths is None else lengths
+        if np.shape(count) != (batch,):
+            raise ValueError(f"lengths have shape {np.shape(count)}; expected ({batch},)")
+        if isinstance(prompts, jax.core.Tracer) or isinstance(count, jax.core.Tracer):
+            return jnp.asarray(prompts, jnp.int32), jnp.asarray(count, jnp.int32)
+        ids, count = np.asarray(prompts), np.asarray(count)
+        if count.size and not (0 <= count.min() and count.max() <= size):
+            raise ValueError(f"lengths {count.tolist()} are not in 0..{size}, the array's width")
+        rows = [row[:n] for row, n in zip(ids, count, strict=True)]
+    else:
+        if lengths is not None:
+            raise ValueError("lengths go with a [B, P] array of ids; these prompts carry their own")
+        rows = [np.asarray(row) for row in _rows(model, prompts)]
+    return _checked(model, rows)
+
+
+def _rows(model: Model, prompts: Prompts) -> list[Any]:
+    if isinstance(prompts, str):
+        return [_encode(model, prompts)]
+    listed = list(prompts)  # type: ignore[arg-type]
+    if not listed:
+        raise ValueError("no prompts: expected at least one")
+    if all(isinstance(p, str) for p in listed):
+        return [_encode(model, p) for p in listed]
+    if all(isinstance(p, int | np.integer) for p in listed):
+        return [listed]
+    return listed
+
+
+def _encode(model: Model, prompt: str) -> list[int]:
+    if model.text is None:
+        raise ValueError("the model has no tokenizer: prompts must be token ids")
+    return model.text.encode(prompt)
+
+
+def _checked(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    vocab = model.target.vocab_size
+    for number, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"prompt {number} has shape {row.shape}; expected a list of ids")
+        if row.size == 0:
+            raise ValueError(f"prompt {number} is empty; a model needs at least one token")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompt {number} holds {row.dtype}; token ids are integers")
+        bad = row[(row < 0) | (row >= vocab)]
+        if bad.size:
+            raise ValueError(
+                f"prompt {number} holds id {int(bad[0])}; the vocabulary has ids 0..{vocab - 1}"
+            )
+    count = np.asarray([row.size for row in rows], np.int32)
+    ids = np.zeros((len(rows), int(count.max())), np.int32)
+    for number, row in enumerate(rows):
+        ids[number, : row.size] = row
+    return ids, count
+
+
+def _per_row(name: str, value: int | Sequence[int], batch: int, *, low: int) -> np.ndarray:
+    given = np.asarray(value)
+    if not np.issubdtype(given.dtype, np.integer) or given.shape not in ((), (batch,)):
+        raise ValueError(f"{name} is {value!r}; expected an integer, or {batch} of them")
+    if given.min(initial=low) < low:
+        raise ValueError(f"{name} is {value!r}; expected at least {low}")
+    return np.broadcast_to(given, (batch,)).astype(np.int32)
+
+
+def _bucket(size: int) -> int:
+    """The next power of two, at least ``_MIN_BUCKET``."""
+    return max(_MIN_BUCKET, 1 << (size - 1).bit_length())
+
+
+def _pad(ids: Any, size: int) -> Any:
+    width = ((0, 0), (0, size - ids.shape[1]))
+    return np.pad(ids, width) if isinstance(ids, np.ndarray) else jnp.pad(ids, width)
+
+
+def _pad_stops(stops: tuple[int, ...]) -> list[int]:
+    """A power of two of entries, so a few more or fewer stops compile nothing."""
+    size = max(4, 1 << (len(stops) - 1).bit_length()) if stops else 4
+    return [*stops, *[NO_TOKEN] * (size - len(stops))]
+
+
+def _finish(out: Output, wanted: int, throw: bool) -> Output:
+    """Cut the buffers to what was asked for. On the host: a slice would be one more program."""
+    status = np.asarray(out.status)
+    if throw and (status == Status.NONFINITE).any():
+        rows = np.flatnonzero(status == Status.NONFINITE).tolist()
+        raise FloatingPointError(
+            f"the target's logits are not finite in rows {rows}; throw=False returns what was "
+            "emitted before"
+        )
+    if out.tokens.shape[1] > wanted:
+        out = out.replace(tokens=jnp.asarray(np.asarray(out.tokens)[:, :wanted]))
+    if out.trace is not None:
+        ran = max(1, int(np.asarray(out.stats.rounds).max(initial=0)))
+        accepted = np.asarray(out.trace.accepted)[:, :ran]
+        out = out.replace(trace=Trace(jnp.asarray(accepted)))
+    return out
+
+
+def _stream(model: Model, plan: _Plan, throw: bool) -> Iterator[Event]:
+    target, drafter = model.target, plan.drafter
+    state = _start_program(
+        target, drafter, plan.tokens, plan.lengths, plan.rules, new_tokens=plan.new_tokens
+    )
+    batch = plan.tokens.shape[0]
+    decoders = None if model.text is None else [model.text.stream() for _ in range(batch)]
+    seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
+    prompt = np.asarray(plan.lengths)
+    done = np.zeros(batch, bool)
+    while True:
+        status, emitted = np.asarray(state.status), np.asarray(state.emitted)
+        tokens = np.asarray(state.tokens)
+        for row in range(batch):
+            if done[row]:
+                continue
+            done[row] = status[row] != Status.RUNNING
+            new = tokens[row, prompt[row] + seen[row] : prompt[row] + emitted[row]].tolist()
+            text = None
+            if decoders is not None:
+                text = decoders[row].push(new)
+                text += decoders[row].finish() if done[row] else ""
+            reason = Status(int(status[row])).reason if done[row] else None
+            yield Event(row, new, text, int(accepted[row]), reason)
+        seen = emitted.astype(np.int64)
+        if done.all():
+            break
+        state, info = _round_program(target, drafter, state, plan.rules)
+        accepted = np.asarray(info.accepted)
+    out = _output_program(state, plan.lengths, plan.new_tokens, None)
+    return _finish(out.replace(text=model.text), plan.wanted, throw)

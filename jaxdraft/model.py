@@ -1,0 +1,130 @@
+"""A loaded model: a target, perhaps a drafter, and what the artifact says about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import struct
+from jax.typing import DTypeLike
+
+from jaxdraft.base import Drafter, Target
+from jaxdraft.draft.none import NoDrafter
+from jaxdraft.text import Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What is known about a model beside its arrays.
+
+    Attributes:
+      name: of the artifact's folder, for people.
+      stop_ids: tokens that end a sequence.
+      context_length: the longest sequence.
+      drafter: kind of the drafter, or "none".
+    """
+
+    name: str = "model"
+    stop_ids: tuple[int, ...] = ()
+    context_length: int
+    drafter: str = "none"
+
+
+@struct.dataclass
+class Model:
+    """A target with its drafter. A pytree: pass it through ``jit`` like any array."""
+
+    target: Target
+    drafter: Drafter
+    info: ModelInfo = struct.field(pytree_node=False)
+    text: Text | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        stop_ids: tuple[int, ...] = (),
+        text: Text | None = None,
+        name: str = "model",
+    ) -> Model:
+        """A model from a target and a drafter of your own.
+
+        Args:
+          target: anything that is a :class:`jaxdraft.base.Target`.
+          drafter: anything that is a :class:`jaxdraft.base.Drafter`; none: plain decoding.
+          stop_ids: tokens that end a sequence.
+          text: tokenizer and chat template, for prompts that are strings.
+          name: for people.
+        """
+        info = ModelInfo(
+            name=name,
+            stop_ids=tuple(stop_ids),
+            context_length=target.context_length,
+            drafter="none" if drafter is None else type(drafter).__name__,
+        )
+        return cls(target, NoDrafter() if drafter is None else drafter, info, text)
+
+
+def load(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Model:
+    """Read an artifact of onnxruntime-genai's model builder.
+
+    Everything is checked before any array is allocated: the configuration, both graphs node by
+    node, file sizes, and what target and drafter must agree on.
+
+    Args:
+      folder: holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a tokenizer.
+      dtype: of the weights and activations; default: the artifact's own.
+      progress: called with (bytes done, bytes in all, what is being read).
+
+    Returns:
+      The model, on JAX's default device.
+
+    Raises:
+      ArtifactError: a ``ValueError`` that names the file and the tensor, node or key, and says what
+        was found and what was expected.
+    """
+    from convert import load_artifact  # the converter depends on this package, not the reverse
+
+    loaded = load_artifact(folder, dtype=dtype, progress=progress)
+    return assemble(loaded, Path(folder))
+
+
+def assemble(loaded: Any, folder: Path) -> Model:
+    """The model of what the converter read."""
+    from jaxdraft.draft.block import BlockDrafter
+    from jaxdraft.nn.decoder import DecoderTarget
+
+    decoder = loaded.target
+    params = decoder.params
+    embedding = params["embed"]["weight"]
+    head = embedding if loaded.target_config.tied else params["head"]["weight"]
+    target = DecoderTarget(decoder, loaded.target_config, embedding.dtype)
+    drafter: Drafter = NoDrafter()
+    kind = "none"
+    if loaded.drafter_kind in ("dflash2", "dspark"):
+        kind = loaded.drafter_kind
+        drafter = BlockDrafter(
+            backbone=loaded.drafter,
+            embedding=embedding,
+            head=head,
+            config=loaded.drafter_config,
+            dtype=jax.tree.leaves(loaded.drafter.params["norm"])[0].dtype,
+        )
+    text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+    info = ModelInfo(
+        name=folder.resolve().name,
+        stop_ids=tuple(loaded.eos_token_ids),
+        context_length=loaded.context_length,
+        drafter=kind,
+    )
+    return Model(target, drafter, info, text)

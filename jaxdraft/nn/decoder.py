@@ -1,0 +1,192 @@
+"""The target: a decoder of softmax-attention and delta-net layers over explicit state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax.typing import DTypeLike
+
+from jaxdraft.base import TargetOutput
+from jaxdraft.config import TargetConfig
+from jaxdraft.nn.attention import Attention, attend
+from jaxdraft.nn.delta_net import DeltaNet
+from jaxdraft.nn.linear import Embedding, Frozen, Linear, matmul
+from jaxdraft.nn.mlp import feed_forward
+from jaxdraft.nn.norm import RMSNorm
+from jaxdraft.nn.rope import Rotary, rotary_tables
+from jaxdraft.state import paged, recurrent
+from jaxdraft.state.paged import PagedPool
+from jaxdraft.state.recurrent import Capsule, Recurrent
+
+PREFILL_CHUNK = 128
+"""Rows of a prompt that run at once. A dense pool keeps room for that many scratch rows."""
+
+
+@struct.dataclass
+class DecoderState:
+    """Everything a decoder remembers. ``capsules`` holds the rows of the last forward pass."""
+
+    pool: PagedPool  # the attention layers, in order; its length is the row's
+    recurrent: tuple[Recurrent, ...]  # the delta-net layers, in order
+    capsules: tuple[Capsule, ...] = ()  # empty once committed
+
+    @property
+    def length(self) -> jax.Array:
+        """Committed positions, [B] int32."""
+        return self.pool.length
+
+
+class Layer(nnx.Module):
+    """One pre-norm layer: a mixer and a feed-forward part, each added to the residual stream."""
+
+    def __init__(self, config: TargetConfig, kind: str, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
+        if kind == "attention":
+            assert config.attention is not None
+            self.mixer = Attention(config.width, config.attention, dtype=dtype, rngs=rngs)
+        else:
+            assert config.delta_net is not None
+            self.mixer = DeltaNet(config.width, config.delta_net, dtype=dtype, rngs=rngs)
+        self.post_norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
+        self.mlp = feed_forward(config.width, config.mlp, dtype=dtype, rngs=rngs)
+
+
+class Decoder(nnx.Module):
+    """The weights of a target and its forward pass."""
+
+    def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.width, dtype=dtype, rngs=rngs)
+        if config.attention is not None and config.attention.rotary_dim:
+            cos, sin = rotary_tables(config.context_length, config.attention.rotary_dim, 10000.0)
+            self.rotary = Rotary(jnp.asarray(cos), jnp.asarray(sin))
+        self.layers = nnx.List(
+            [Layer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layers]
+        )
+        self.norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
+        if not config.tied:
+            self.head = Linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """[V, D]; the embedding itself when the two are tied."""
+        return (self.embed if self.config.tied else self.head).weight[...]
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        count: jax.Array,
+        state: DecoderState,
+        *,
+        row: jax.Array | None = None,
+    ) -> TargetOutput:
+        """See :meth:`jaxdraft.base.Target.forward`."""
+        config = self.config
+        batch, steps = tokens.shape
+        positions = state.length[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+        cos, sin = self.rotary.at(positions) if hasattr(self, "rotary") else (None, None)
+        pool, taps, capsules = state.pool, {}, []
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            if i in config.taps:
+                taps[i] = x
+            y = layer.input_norm(x)
+            if config.layers[i] == "attention":
+                index = config.layers[:i].count("attention")
+                q, k, v, gate = layer.mixer.project(y, cos, sin)
+                pool = paged.write(pool, index, k, v, count)
+                keys = paged.source(pool, index, pool.length + count)
+                y = layer.mixer.finish(
+                    attend(q, positions, keys, config.attention, causal=True), gate
+                )
+            else:
+                memory = state.recurrent[len(capsules)]
+                y, capsule = layer.mixer(y, memory.conv, memory.state)
+                capsules.append(capsule)
+            x = x + y
+            x = x + layer.mlp(layer.post_norm(x))
+        aux = jnp.concatenate([taps[i] for i in config.taps], axis=-1) if config.taps else None
+        hidden = self.norm(x)
+        last = hidden
+        if row is not None:
+            last = jnp.take_along_axis(hidden, row[:, None, None], axis=1, mode="clip")
+        logits = matmul(last, self.head_weight, out_dtype=jnp.float32)
+        tentative = DecoderState(pool, state.recurrent, tuple(capsules))
+        return TargetOutput(logits=logits, aux=aux, hidden=hidden, state=tentative)
+
+
+@struct.dataclass
+class DecoderTarget:
+    """A decoder as a :class:`jaxdraft.base.Target`."""
+
+    decoder: Frozen[Decoder]
+    config: TargetConfig = struct.field(pytree_node=False)
+    dtype: jnp.dtype = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> DecoderTarget:
+        """Freeze ``decoder``."""
+        return cls(Frozen.of(decoder), decoder.config, decoder.embed.weight[...].dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Positions of the rotary table."""
+        return self.config.context_length
+
+    def init(self, batch: int, capacity: int) -> DecoderState:
+        """An empty state: one page a row with room for ``capacity`` positions and scratch rows."""
+        c = self.config
+        a = c.attention
+        pool = PagedPool.one_page_a_row(
+            layers=c.count("attention"),
+            batch=batch,
+            capacity=paged.room(capacity, PREFILL_CHUNK),
+            kv_heads=a.kv_heads if a else 1,
+            head_dim=a.head_dim if a else 1,
+            dtype=self.dtype,
+        )
+        return DecoderState(pool, self.init_recurrent(batch))
+
+    def init_recurrent(self, batch: int) -> tuple[Recurrent, ...]:
+        """Zero states of the delta-net layers."""
+        d = self.config.delta_net
+        if d is None:
+            return ()
+        return tuple(
+            Recurrent.zeros(
+                batch,
+                value_heads=d.value_heads,
+                key_dim=d.key_dim,
+                value_dim=d.value_dim,
+                conv_width=d.conv_width,
+                channels=d.channels,
+                dtype=self.dtype,
+            )
+            for _ in range(self.config.count("delta_net"))
+        )
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        count: jax.Array,
+        state: DecoderState,
+        *,
+        row: jax.Array | None = None,
+    ) -> TargetOutput:
+        """See :meth:`jaxdraft.base.Target.forward`."""
+        return self.decoder()(tokens, count, state, row=row)
+
+    def commit(self, state: DecoderState, count: jax.Array) -> DecoderState:
+        """See :meth:`jaxdraft.base.Target.commit`."""
+        memory = tuple(
+            recurrent.commit(m, c, count)
+            for m, c in zip(state.recurrent, state.capsules, strict=True)
+        )
+        pool = state.pool.replace(length=state.pool.length + count)
+        return DecoderState(pool, memory)

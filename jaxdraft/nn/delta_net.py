@@ -1,0 +1,153 @@
+"""The gated delta net: linear attention with a forgetting, error-correcting state.
+
+Per value head, with decay ``a = exp(g)``, key k, value v and rate beta::
+
+  S <- a S;   delta = beta * (v - S^T k);   S <- S + k (outer) delta;   o = S^T q
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equation 10; operators
+``com.microsoft.GatedDeltaNet`` and ``LinearAttention`` (update_rule=gated_delta).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxdraft.config import DeltaNetConfig
+from jaxdraft.nn.linear import Linear
+from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
+from jaxdraft.state.recurrent import Capsule
+
+_HIGHEST = lax.Precision.HIGHEST  # the state is float32 everywhere, GPUs included
+
+
+def delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """T steps of the recurrence at once, as one unit-triangular solve.
+
+    Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta::
+
+      delta_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) delta_j = beta_i (v_i - exp(G_i) S^T k_i)
+      o_i     = exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (k_j . q_i) delta_j
+
+    so the updates are the solution of a unit lower-triangular system, and everything else is a
+    product. The state itself is read and never written: see :class:`Capsule`.
+
+    Args:
+      query: [B, T, Hk, Dk] float32, normalised and scaled.
+      key: [B, T, Hk, Dk] float32, normalised.
+      value: [B, T, Hv, Dv] float32.
+      log_decay: [B, T, Hv] float32, g <= 0.
+      beta: [B, T, Hv] float32.
+      state: [B, Hv, Dk, Dv] float32.
+
+    Returns:
+      Outputs [B, T, Hv, Dv] and updates delta [B, T, Hv, Dv].
+    """
+    batch, steps, key_heads, _ = key.shape
+    heads = value.shape[2]
+    shared = heads // key_heads  # consecutive value heads that share a key head
+
+    def to_heads(x: jax.Array) -> jax.Array:  # [B, T, Hk, Dk] -> [B, Hv, T, Dk]
+        return jnp.repeat(jnp.swapaxes(x, 1, 2), shared, axis=1)
+
+    q, k = to_heads(query), to_heads(key)
+    v = jnp.swapaxes(value, 1, 2)  # [B, Hv, T, Dv]
+    total = jnp.cumsum(jnp.swapaxes(log_decay, 1, 2), axis=-1)  # [B, Hv, T]
+    rate = jnp.swapaxes(beta, 1, 2)[..., None]  # [B, Hv, T, 1]
+    seen = jnp.exp(total)[..., None]  # decay since before the first row
+
+    from_state = jnp.einsum("bhtk,bhkv->bhtv", k, state, precision=_HIGHEST)
+    update = rate * (v - seen * from_state)
+    output = seen * jnp.einsum("bhtk,bhkv->bhtv", q, state, precision=_HIGHEST)
+    overlap = jnp.einsum("bhik,bhjk->bhij", q, k, precision=_HIGHEST)
+    if steps == 1:
+        output = output + overlap * update
+        return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+
+    rows, columns = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    # Later-than-now differences are positive and may overflow; the mask goes inside the exponent.
+    since = jnp.exp(jnp.where(rows >= columns, total[..., :, None] - total[..., None, :], 0.0))
+    gram = jnp.einsum("bhik,bhjk->bhij", k, k, precision=_HIGHEST)
+    system = jnp.where(rows > columns, rate * since * gram, 0.0)
+    update = lax.linalg.triangular_solve(
+        system, update, left_side=True, lower=True, unit_diagonal=True
+    )
+    weights = jnp.where(rows >= columns, since * overlap, 0.0)
+    output = output + jnp.einsum("bhij,bhjv->bhiv", weights, update, precision=_HIGHEST)
+    return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+
+
+class DeltaNet(nnx.Module):
+    """A gated delta-net layer over T rows: projections, convolution, recurrence, gated norm."""
+
+    def __init__(self, width: int, config: DeltaNetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.qkvz = Linear(width, config.channels + config.value_rows, dtype=dtype, rngs=rngs)
+        self.ba = Linear(width, 2 * config.value_heads, dtype=dtype, rngs=rngs)
+        shape = (config.channels, config.conv_width)
+        self.conv_weight = nnx.Param(
+            (jax.random.normal(rngs.params(), shape) * config.conv_width**-0.5).astype(dtype)
+        )
+        self.conv_bias = nnx.Param(jnp.zeros((config.channels,), dtype))
+        self.decay_scale = nnx.Param(-jnp.ones((config.value_heads,), jnp.float32))
+        self.dt_bias = nnx.Param(jnp.zeros((config.value_heads,), jnp.float32))
+        self.norm_weight = nnx.Param(jnp.ones((config.value_dim,), dtype))
+        self.out = Linear(config.value_rows, width, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, conv: jax.Array, state: jax.Array
+    ) -> tuple[jax.Array, Capsule]:
+        """Run T rows after the committed ones.
+
+        Args:
+          x: [B, T, D].
+          conv: [B, W - 1, channels], the last committed pre-convolution rows, oldest first.
+          state: [B, Hv, Dk, Dv] float32.
+
+        Returns:
+          [B, T, D], and the capsule from which any prefix of the rows can be committed.
+        """
+        c = self.config
+        batch, steps, _ = x.shape
+        mixed = self.qkvz(x)
+        rows, z = mixed[..., : c.channels], mixed[..., c.channels :]
+        b, a = jnp.split(self.ba(x).astype(jnp.float32), 2, axis=-1)
+        row = (1, 1, c.value_heads)
+        decay = self.decay_scale[...].reshape(row) * jax.nn.softplus(
+            a + self.dt_bias[...].reshape(row)
+        )
+        q, k, v = jnp.split(
+            self._convolve(conv, rows), (c.key_rows, 2 * c.key_rows), axis=-1
+        )
+        q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
+        k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
+        v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
+        out, update = delta_rule(q, k, v, decay, jax.nn.sigmoid(b), state)
+        gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
+        out = gated_rms_norm(out.astype(x.dtype), self.norm_weight[...], gate, c.norm_eps)
+        y = self.out(out.reshape(batch, steps, c.value_rows))
+        return y, Capsule(log_decay=decay, key=k, update=update, rows=rows)
+
+    def _convolve(self, conv: jax.Array, rows: jax.Array) -> jax.Array:
+        """Depthwise causal convolution, then SiLU: [B, T, channels].
+
+        Source: ``CausalConvWithState``. Row t sees rows t - W + 1 .. t; those before the first come
+        from ``conv``.
+        """
+        width, steps = self.config.conv_width, rows.shape[1]
+        stream = jnp.concatenate([conv.astype(rows.dtype), rows], axis=1).astype(jnp.float32)
+        weight = self.conv_weight[...].astype(jnp.float32)
+        total = self.conv_bias[...].astype(jnp.float32).reshape(1, 1, -1)
+        for tap in range(width):
+            total = total + stream[:, tap : tap + steps] * weight[:, tap].reshape(1, 1, -1)
+        return jax.nn.silu(total).astype(rows.dtype)

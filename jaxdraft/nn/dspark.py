@@ -1,0 +1,33 @@
+"""DSpark: the plain backbone, and a Markov head that scores pairs by the two tokens alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxdraft.config import BlockDrafterConfig
+from jaxdraft.nn.block_drafter import BlockBackbone
+from jaxdraft.nn.linear import precision
+
+
+class DSpark(BlockBackbone):
+    """``pair(p, c) = markov_w1[p] . markov_w2[c]``."""
+
+    def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        shape = (config.vocab_size, config.rank)
+        self.markov_w1 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
+        self.markov_w2 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
+
+    def pair_scores(
+        self, features: jax.Array, previous: jax.Array, candidates: jax.Array
+    ) -> jax.Array:
+        """See :meth:`BlockBackbone.pair_scores`."""
+        del features
+        before = jnp.take(self.markov_w1[...], previous, axis=0, mode="clip")
+        after = jnp.take(self.markov_w2[...], candidates, axis=0, mode="clip")
+        return jnp.einsum(
+            "bkpr,bkcr->bkpc", before, after, precision=precision(after.dtype)
+        ).astype(jnp.float32)

@@ -1,0 +1,299 @@
+"""Prefill and one speculative round: the composition of target, verification and drafter.
+
+Everything here is arrays in, arrays out: no host, no synchronisation, and no knowledge of which
+target or drafter it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft import verify
+from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, Status, Target, TargetOutput
+from jaxdraft.verify import Verdict
+
+
+@struct.dataclass
+class Rules:
+    """The rules a generation follows. All dynamic: changing them compiles nothing."""
+
+    stop_ids: jax.Array  # [S] int32; NO_TOKEN entries match nothing
+    max_new_tokens: jax.Array  # [B] int32
+    max_length: jax.Array  # [B] int32, of prompt and output together
+    draft_limit: jax.Array  # [B] int32
+
+
+@struct.dataclass
+class Stats:
+    """Counters of a run. Per row where a row is what counts.
+
+    ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability that
+    a draft whose predecessors stand does too, and ``accepted <= evaluated <= proposed`` always.
+    The prompt's own token belongs to no round: ``emitted`` sums the rounds' tokens plus that one.
+    """
+
+    target_forwards: jax.Array  # [] int32: prefill passes and rounds
+    drafter_forwards: jax.Array  # [] int32: rounds in which some row drafted
+    rounds: jax.Array  # [B] int32
+    emitted: jax.Array  # [B] int32
+    proposed: jax.Array  # [B] int32
+    evaluated_at: jax.Array  # [B, K] int32, by position in the block
+    accepted_at: jax.Array  # [B, K] int32
+    undrafted: jax.Array  # [B, len(NoDraft)] int32: rounds without drafts, by reason
+
+    @classmethod
+    def zeros(cls, batch: int, draft_tokens: int) -> Stats:
+        """Nothing happened yet."""
+        row = jnp.zeros((batch,), jnp.int32)
+        place = jnp.zeros((batch, draft_tokens), jnp.int32)
+        none = jnp.zeros((), jnp.int32)
+        reasons = jnp.zeros((batch, len(NoDraft)), jnp.int32)
+        return cls(none, none, row, row, row, place, place, reasons)
+
+    @property
+    def evaluated(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.sum(self.evaluated_at, axis=1, dtype=jnp.int32)
+
+    @property
+    def accepted(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.sum(self.accepted_at, axis=1, dtype=jnp.int32)
+
+
+@struct.dataclass
+class RoundState:
+    """Everything the next round needs."""
+
+    target: Any
+    drafter: Any
+    proposal: Proposal  # drafts of the coming round, without their lattice
+    anchor: jax.Array  # [B] int32, the last token: emitted, not yet in the target's cache
+    tokens: jax.Array  # [B, S] int32, prompt and output
+    length: jax.Array  # [B] int32, tokens so far, the anchor included
+    emitted: jax.Array  # [B] int32, tokens of the output
+    status: jax.Array  # [B] int32, a Status
+    stats: Stats
+
+
+@struct.dataclass
+class RoundInfo:
+    """What a round did. Nothing depends on it."""
+
+    accepted: jax.Array  # [B] int32 drafts that were accepted and emitted; -1: the row did not run
+    emitted: jax.Array  # [B] int32 tokens the round added to each row
+    draft: DraftInfo
+
+
+def prefill(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rules: Rules,
+    *,
+    capacity: int,
+    chunk: int,
+) -> tuple[RoundState, RoundInfo]:
+    """Run the prompts, emit the token that follows each, and propose for the first round.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      tokens: [B, S] int32: the prompts, with room for the output. Rows past their length may hold
+        anything; they become zeros.
+      lengths: [B] int32; a row of length zero never runs.
+      rules: see :class:`Rules`.
+      capacity: positions to make room for.
+      chunk: prompt rows run at once.
+    """
+    batch, size = tokens.shape
+    tokens = jnp.where(jnp.arange(size)[None] < lengths[:, None], tokens, 0)
+    status = jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
+    state = RoundState(
+        target=target.init(batch, capacity),
+        drafter=drafter.init(batch, capacity),
+        proposal=_no_proposal(batch, drafter.draft_tokens),
+        anchor=jnp.zeros((batch,), jnp.int32),
+        tokens=tokens,
+        length=lengths,
+        emitted=jnp.zeros((batch,), jnp.int32),
+        status=status,
+        stats=Stats.zeros(batch, drafter.draft_tokens),
+    )
+    padded = jnp.pad(tokens, ((0, 0), (0, -size % chunk)))
+    zeros = jnp.zeros((batch,), jnp.int32)
+
+    def run(carry: tuple[jax.Array, jax.Array, Any, Any]) -> tuple[jax.Array, jax.Array, Any, Any]:
+        offset, last, memory, drafts = carry
+        part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
+        count = jnp.clip(lengths - offset, 0, chunk)
+        out = target.forward(part, count, memory, row=jnp.maximum(count - 1, 0))
+        last = jnp.where((count > 0)[:, None, None], out.logits, last)
+        first = jnp.minimum(offset, lengths)
+        feed = _feed(out, part, count, first, zeros, zeros)
+        drafts = drafter.ingest(drafts, feed)
+        return offset + chunk, last, target.commit(out.state, count), drafts
+
+    logits = jnp.zeros((batch, 1, target.vocab_size), jnp.float32)
+    start = (jnp.asarray(0, jnp.int32), logits, state.target, state.drafter)
+    longest = jnp.max(lengths, initial=0)
+    if size <= chunk:
+        offset, logits, memory, drafts = run(start)
+    else:
+        offset, logits, memory, drafts = lax.while_loop(lambda c: c[0] < longest, run, start)
+    verdict = verify.greedy(logits, _no_proposal(batch, 0))
+    stats = state.stats.replace(target_forwards=offset // chunk)
+    state = state.replace(target=memory, drafter=drafts, stats=stats)
+    state, count, accepted = _emit(state, verdict, _no_proposal(batch, 0), rules)
+    # The prompt's rows are committed already: nothing is left to ingest.
+    feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
+    state, info = _propose(drafter, state, feed)
+    return state, RoundInfo(accepted, count, info)
+
+
+def round(
+    target: Target, drafter: Drafter, state: RoundState, rules: Rules
+) -> tuple[RoundState, RoundInfo]:
+    """Verify the proposal, commit what stands, feed the drafter, propose again.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      state: from :func:`prefill` or an earlier round.
+      rules: see :class:`Rules`.
+    """
+    running = state.status == Status.RUNNING
+    proposal = state.proposal
+    count = jnp.where(running, 1 + proposal.length, 0)
+    window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
+    first = state.length - 1
+    out = target.forward(window, count, state.target)
+    verdict = verify.greedy(out.logits, proposal)
+    state, rows, accepted = _emit(state, verdict, proposal, rules)
+    # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
+    memory = target.commit(out.state, rows)
+    stats = state.stats.replace(
+        target_forwards=state.stats.target_forwards + 1,
+        rounds=state.stats.rounds + running.astype(jnp.int32),
+    )
+    state = state.replace(target=memory, stats=stats)
+    feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
+    state = state.replace(drafter=drafter.ingest(state.drafter, feed))
+    state, info = _propose(drafter, state, feed)
+    return state, RoundInfo(accepted, rows, info)
+
+
+def _emit(
+    state: RoundState, verdict: Verdict, proposal: Proposal, rules: Rules
+) -> tuple[RoundState, jax.Array, jax.Array]:
+    """Append the accepted drafts and the next token, up to the first stop.
+
+    Returns:
+      The state, the number of tokens emitted [B], and the drafts among them [B] (-1: did not run).
+    """
+    running = state.status == Status.RUNNING
+    batch, drafts = proposal.tokens.shape
+    place = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
+    # Example: drafts [4 7 9], accepted 2, next 8: said = [4 7 8 .], three tokens.
+    padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    said = jnp.where(place < verdict.accepted[:, None], padded, verdict.next_token[:, None])
+    spoken = verdict.accepted + verdict.finite.astype(jnp.int32)
+    stops = jnp.any(said[:, :, None] == rules.stop_ids[None, None], axis=-1)
+    stops = stops & (place < spoken[:, None])
+    stopped = jnp.any(stops, axis=1)
+    until_stop = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, spoken)
+    count = jnp.where(running, until_stop, 0)
+
+    position = jnp.where(place < count[:, None], state.length[:, None] + place, state.tokens.shape[1])
+    tokens = state.tokens.at[jnp.arange(batch)[:, None], position].set(said, mode="drop")
+    length, emitted = state.length + count, state.emitted + count
+    status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
+    status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
+    status = jnp.where(emitted >= rules.max_new_tokens, Status.LENGTH, status)
+    status = jnp.where(stopped, Status.STOP, status)
+    status = jnp.where(running, status, state.status).astype(jnp.int32)
+    last = jnp.take_along_axis(said, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    anchor = jnp.where(count > 0, last, state.anchor)
+
+    accepted = jnp.minimum(verdict.accepted, count)
+    # The draft after the accepted prefix was evaluated too, unless a stop came first.
+    judged = jnp.where(accepted == verdict.accepted, accepted + 1, accepted)
+    evaluated = jnp.where(running, jnp.minimum(judged, proposal.length), 0)
+    accepted = jnp.where(running, accepted, 0)
+    stats = state.stats
+    if drafts:
+        stats = stats.replace(
+            proposed=stats.proposed + jnp.where(running, proposal.length, 0),
+            evaluated_at=_tally(stats.evaluated_at, evaluated),
+            accepted_at=_tally(stats.accepted_at, accepted),
+        )
+    stats = stats.replace(emitted=stats.emitted + count)
+    state = state.replace(
+        tokens=tokens, length=length, emitted=emitted, status=status, anchor=anchor, stats=stats
+    )
+    return state, count, jnp.where(running, accepted, -1)
+
+
+def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    """Whether each row wants drafts, and how many it can use.
+
+    A draft must leave room for the token that follows it, in the sequence and in what may still be
+    emitted. Example: two tokens still wanted: one draft and its bonus.
+    """
+    room = rules.max_length - state.length - 1
+    wanted = rules.max_new_tokens - state.emitted - 1
+    limit = jnp.minimum(jnp.minimum(room, wanted), rules.draft_limit)
+    limit = jnp.clip(limit, 0, drafter.draft_tokens)
+    return (state.status == Status.RUNNING) & (limit > 0), limit
+
+
+def _feed(
+    out: TargetOutput | None,
+    tokens: jax.Array | None,
+    count: jax.Array,
+    first: jax.Array,
+    wants: jax.Array,
+    limit: jax.Array,
+    anchor: jax.Array | None = None,
+) -> Feed:
+    return Feed(
+        aux=None if out is None else out.aux,
+        hidden=None if out is None else out.hidden,
+        tokens=tokens,
+        count=count,
+        first_position=first,
+        anchor=jnp.zeros_like(count) if anchor is None else anchor,
+        wants_draft=wants.astype(bool),
+        limit=limit,
+    )
+
+
+def _propose(drafter: Drafter, state: RoundState, feed: Feed) -> tuple[RoundState, DraftInfo]:
+    memory, proposal, info = drafter.propose(state.drafter, feed)
+    drafted = proposal.length > 0
+    running = state.status == Status.RUNNING
+    reasons = jax.nn.one_hot(info.reason, len(NoDraft), dtype=jnp.int32)
+    missed = jnp.where((running & ~drafted)[:, None], reasons, 0)
+    stats = state.stats.replace(
+        drafter_forwards=state.stats.drafter_forwards + jnp.any(drafted).astype(jnp.int32),
+        undrafted=state.stats.undrafted + missed,
+    )
+    # The lattice is for the caller of a drafter; carrying it through the loop would cost a copy.
+    state = state.replace(drafter=memory, proposal=proposal.replace(lattice=None), stats=stats)
+    return state, info
+
+
+def _tally(counts: jax.Array, reached: jax.Array) -> jax.Array:
+    """Count every position below ``reached`` [B]: counts is [B, K]."""
+    place = jnp.arange(counts.shape[1], dtype=jnp.int32)[None]
+    return counts + (place < reached[:, None]).astype(jnp.int32)
+
+
+def _no_proposal(batch: int, width: int) -> Proposal:
+    return Proposal(jnp.zeros((batch, width), jnp.int32), jnp.zeros((batch,), jnp.int32))

@@ -1,0 +1,310 @@
+"""Keys and values in pages: an immutable pool, a table a row, and the only functions that write them.
+
+A pool holds P pages of Z slots for every layer. Row b owns the pages ``table[b, :]``; its position p
+lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length[b]`` are committed; what
+lies at or past it is scratch that the next write overwrites and no mask lets through.
+
+Pages are kept as ``[P, G, Z, H]``, heads before slots: every product of attention then has its batch
+dimensions in front and reads a page as it lies (``experiments/step_time.py`` has the difference).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxdraft.base import NO_PAGE
+
+CHUNK = 128
+"""Slots a pass of attention reads at a time."""
+
+_UNROLL = 4
+"""Rows whose slices are written one by one; more rows go through one scatter."""
+
+
+class Chunk(NamedTuple):
+    """Some keys of every row, and where they stand."""
+
+    keys: jax.Array  # [B, C, G, S, H]
+    values: jax.Array  # [B, C, G, S, H]
+    positions: jax.Array  # [B, C, S] int32, -1 where the slot holds no key
+
+
+class Source(NamedTuple):
+    """Where attention reads its keys: ``read(i)`` for i in ``range(used)``, ``used <= chunks``."""
+
+    read: Callable[[jax.Array], Chunk]
+    used: jax.Array  # [] int32
+    chunks: int
+
+
+@struct.dataclass
+class PagedPool:
+    """The pool, the page tables, and the stack of free pages."""
+
+    keys: tuple[jax.Array, ...]  # L x [P, G, Z, H]
+    values: tuple[jax.Array, ...]  # L x [P, G, Z, H]
+    table: jax.Array  # [B, M] int32, NO_PAGE where a row owns none
+    length: jax.Array  # [B] int32, committed positions
+    free: jax.Array  # [P] int32: entries below free_count are the free pages
+    free_count: jax.Array  # [] int32
+    dense: bool = struct.field(pytree_node=False, default=False)
+    """Row b owns page b and only that (Z is the whole capacity): no table needs to be read."""
+
+    @property
+    def page_size(self) -> int:
+        """Z."""
+        return self.keys[0].shape[2] if self.keys else 1
+
+    @property
+    def pages(self) -> int:
+        """P."""
+        return self.free.shape[0]
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        layers: int,
+        batch: int,
+        pages: int,
+        page_size: int,
+        columns: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+    ) -> PagedPool:
+        """An empty pool: all pages free, all tables blank.
+
+        Args:
+          layers: L.
+          batch: B.
+          pages: P.
+          page_size: Z.
+          columns: M; a row can hold ``columns * page_size`` positions.
+          kv_heads: G.
+          head_dim: H.
+          dtype: of keys and values.
+        """
+        shape = (pages, kv_heads, page_size, head_dim)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+            values=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+            table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
+            length=jnp.zeros((batch,), jnp.int32),
+            # The stack is taken from its end, so page 0 goes out first.
+            free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
+            free_count=jnp.asarray(pages, jnp.int32),
+        )
+
+    @classmethod
+    def one_page_a_row(
+        cls,
+        *,
+        layers: int,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+    ) -> PagedPool:
+        """The layout of a fixed batch: row b owns page b, which has ``capacity`` slots."""
+        pool = cls.zeros(
+            layers=layers,
+            batch=batch,
+            pages=batch,
+            page_size=capacity,
+            columns=1,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        return pool.replace(
+            table=jnp.arange(batch, dtype=jnp.int32)[:, None],
+            free_count=jnp.asarray(0, jnp.int32),
+            dense=True,
+        )
+
+
+def owned(pool: PagedPool) -> jax.Array:
+    """Pages each row owns, [B] int32."""
+    return jnp.sum(pool.table != NO_PAGE, axis=1, dtype=jnp.int32)
+
+
+def grow(pool: PagedPool, positions: jax.Array) -> tuple[PagedPool, jax.Array]:
+    """Give every row the pages that ``positions[b]`` positions need, or none.
+
+    Rows are served in order; a row that does not get all it needs takes nothing and blocks nobody.
+
+    Args:
+      pool: the pool.
+      positions: [B] int32.
+
+    Returns:
+      The pool, and [B] bool: whether the row now covers its positions.
+    """
+    chex.assert_shape(positions, pool.length.shape)
+    columns = pool.table.shape[1]
+    have = owned(pool)
+    wanted = -(-positions // pool.page_size)
+    need = jnp.maximum(wanted - have, 0)
+
+    def serve(left: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        wants, fits = row
+        granted = fits & (wants <= left)
+        return left - jnp.where(granted, wants, 0), granted
+
+    left, granted = lax.scan(serve, pool.free_count, (need, wanted <= columns))
+    taken = jnp.where(granted, need, 0)
+    # Row b takes the `taken[b]` entries below the top of the stack as earlier rows left it.
+    # Example: free = [5 4 3 2 | ...], free_count = 4, taken = [1, 2]: row 0 gets page 2 (entry 3),
+    # row 1 gets pages 3 and 4 (entries 2 and 1).
+    top = pool.free_count - jnp.cumsum(taken) + taken
+    column = jnp.arange(columns)[None]
+    nth = column - have[:, None]
+    new = (nth >= 0) & (nth < taken[:, None])
+    page = jnp.take(pool.free, top[:, None] - 1 - nth, mode="clip")
+    return pool.replace(table=jnp.where(new, page, pool.table), free_count=left), granted
+
+
+def release(pool: PagedPool, rows: jax.Array) -> PagedPool:
+    """Give back every page of the rows where ``rows`` [B] is true; they start again at position 0.
+
+    Releasing a row that owns nothing changes nothing.
+    """
+    chex.assert_shape(rows, pool.length.shape)
+    back = rows[:, None] & (pool.table != NO_PAGE)
+    # Each page goes to its own entry above the top of the stack; the others are dropped.
+    place = pool.free_count + jnp.cumsum(back.reshape(-1)).reshape(back.shape) - 1
+    free = pool.free.at[jnp.where(back, place, NO_PAGE)].set(pool.table, mode="drop")
+    return pool.replace(
+        free=free,
+        free_count=pool.free_count + jnp.sum(back, dtype=jnp.int32),
+        table=jnp.where(rows[:, None], NO_PAGE, pool.table),
+        length=jnp.where(rows, 0, pool.length),
+    )
+
+
+def write(
+    pool: PagedPool, layer: int, keys: jax.Array, values: jax.Array, count: jax.Array
+) -> PagedPool:
+    """Put rows ``t < count[b]`` at positions ``length[b] + t`` of one layer. Commits nothing.
+
+    Rows at or past ``count`` are dropped, and so is what would land outside the row's pages. (A
+    dense pool may scribble on scratch slots instead: they are its own and no mask lets them
+    through. It keeps room for that: see :func:`room`.)
+
+    Args:
+      pool: the pool.
+      layer: which.
+      keys: [B, T, G, H].
+      values: [B, T, G, H].
+      count: [B] int32.
+    """
+    chex.assert_equal_shape([keys, values])
+    if pool.dense and keys.shape[0] <= _UNROLL:
+        new_keys = _write_slices(pool.keys[layer], keys, pool.length)
+        new_values = _write_slices(pool.values[layer], values, pool.length)
+    else:
+        page, slot = _addresses(pool, keys.shape[1], count)
+        new_keys = _scatter(pool.keys[layer], keys, page, slot)
+        new_values = _scatter(pool.values[layer], values, page, slot)
+    return pool.replace(
+        keys=(*pool.keys[:layer], new_keys, *pool.keys[layer + 1 :]),
+        values=(*pool.values[:layer], new_values, *pool.values[layer + 1 :]),
+    )
+
+
+def room(positions: int, rows: int) -> int:
+    """Slots a dense pool needs for ``positions`` positions when up to ``rows`` are written at once.
+
+    ``dynamic_update_slice`` moves a start that is too late back to where the update fits
+    (jax-ml/jax#34257): with this room no start is too late.
+    """
+    return -(-(positions + rows) // CHUNK) * CHUNK
+
+
+def _write_slices(pages: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    for b in range(rows.shape[0]):
+        update = jnp.swapaxes(rows[b], 0, 1)[None].astype(pages.dtype)  # [1, G, T, H]
+        pages = lax.dynamic_update_slice(pages, update, (b, 0, start[b], 0))
+    return pages
+
+
+def _addresses(pool: PagedPool, steps: int, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Page and slot of positions ``length + t``, [B, T] each; NO_PAGE for what must not be written."""
+    step = jnp.arange(steps)[None]
+    position = pool.length[:, None] + step
+    column = position // pool.page_size
+    inside = (step < count[:, None]) & (column < pool.table.shape[1])
+    page = jnp.take_along_axis(pool.table, column, axis=1, mode="clip")
+    return jnp.where(inside, page, NO_PAGE), position % pool.page_size
+
+
+def _scatter(pages: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
+    # Two index arrays around a slice: the indexed dimensions come first, [B, T, G, H] like rows.
+    return pages.at[page, :, slot].set(rows.astype(pages.dtype), mode="drop")
+
+
+def source(pool: PagedPool, layer: int, length: jax.Array) -> Source:
+    """The first ``length[b]`` positions of one layer, as attention reads them.
+
+    Args:
+      pool: the pool.
+      layer: which.
+      length: [B] int32: positions at or past it are hidden; at least the scratch rows just written
+        may be included.
+    """
+    if pool.dense:
+        return _dense_source(pool.keys[layer], pool.values[layer], length)
+    return _table_source(pool, pool.keys[layer], pool.values[layer], length)
+
+
+def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Source:
+    size = min(CHUNK, keys.shape[2])
+    chunks = -(-keys.shape[2] // size)
+
+    def read(index: jax.Array) -> Chunk:
+        start = index * size
+        position = start + jnp.arange(size, dtype=jnp.int32)[None]
+        valid = position < length[:, None]
+        part = lax.dynamic_slice_in_dim(keys, start, size, axis=2)
+        value = lax.dynamic_slice_in_dim(values, start, size, axis=2)
+        return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
+
+    return Source(read, -(-jnp.max(length, initial=0) // size), chunks)
+
+
+def _table_source(
+    pool: PagedPool, keys: jax.Array, values: jax.Array, length: jax.Array
+) -> Source:
+    columns = pool.table.shape[1]
+    take = max(1, min(columns, CHUNK // pool.page_size))
+    chunks = -(-columns // take)
+    size = take * pool.page_size
+    table = jnp.pad(
+        pool.table, ((0, 0), (0, chunks * take - columns)), constant_values=NO_PAGE
+    )
+
+    def read(index: jax.Array) -> Chunk:
+        page = lax.dynamic_slice_in_dim(table, index * take, take, axis=1)  # [B, take]
+        position = index * size + jnp.arange(size, dtype=jnp.int32).reshape(1, take, -1)
+        valid = (position < length[:, None, None]) & (page != NO_PAGE)[:, :, None]
+        part = jnp.take(keys, page, axis=0, mode="clip")
+        value = jnp.take(values, page, axis=0, mode="clip")
+        return hide(part, value, jnp.where(valid, position, -1))
+
+    return Source(read, -(-jnp.max(length, initial=0) // size), chunks)
+
+
+def hide(keys: jax.Array, values: jax.Array, positions: jax.Array) -> Chunk:
+    """Hidden values become zeros: a weight of zero does not silence a NaN."""
+    visible = (positions >= 0)[:, :, None, :, None]
+    return Chunk(keys, jnp.where(visible, values, jnp.zeros((), values.dtype)), positions)

@@ -1,0 +1,342 @@
+"""Small models and checks for tests, ours and yours.
+
+A drafter of your own is lossless if :func:`assert_lossless` says so; :class:`TableTarget` makes that
+cheap, and :class:`ScriptedDrafter` shows every mixture of right and wrong drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+
+from jaxdraft.base import DraftInfo, Drafter, Feed, NoDraft, Proposal, TargetOutput
+from jaxdraft.config import (
+    AttentionConfig,
+    BlockDrafterConfig,
+    ConvConfig,
+    DeltaNetConfig,
+    MlpConfig,
+    TargetConfig,
+)
+from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.generate import generate
+from jaxdraft.model import Model
+from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.dflash2 import DFlash2
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.linear import Frozen
+
+from jaxdraft.state.paged import PagedPool
+
+
+@struct.dataclass
+class TableState:
+    """What a :class:`TableTarget` remembers."""
+
+    length: jax.Array  # [B] int32
+    last: jax.Array  # [B] int32, the last committed token
+    window: jax.Array  # [B, T] int32, the rows of the last forward pass
+
+
+@struct.dataclass
+class TableTarget:
+    """Logits from a table: row ``(31 * previous + token) % S`` of ``table`` [S, V].
+
+    An order-2 Markov chain, so a wrongly committed row changes what follows. A
+    :class:`jaxdraft.base.Target` of thirty lines: enumerate it, or plant ties and NaNs in it.
+    """
+
+    table: jax.Array  # [S, V] float32
+    context: int = struct.field(pytree_node=False, default=1024)
+
+    @classmethod
+    def random(cls, key: jax.Array, vocab_size: int = 16, *, rows: int = 97) -> TableTarget:
+        """A table of independent normal logits."""
+        return cls(jax.random.normal(key, (rows, vocab_size), jnp.float32))
+
+    @classmethod
+    def counting(cls, vocab_size: int = 16) -> TableTarget:
+        """Always says ``(token + 1) % V``."""
+        following = (np.arange(31 * vocab_size) + 1) % vocab_size
+        table = np.zeros((31 * vocab_size, vocab_size), np.float32)
+        # Rows are (31 * previous + token) mod 31 V; with previous dropped that is token mod 31.
+        assert vocab_size <= 31, "counting needs a vocabulary of at most 31"
+        for row in range(table.shape[0]):
+            table[row, following[row % 31] if row % 31 < vocab_size else 0] = 1.0
+        return cls(jnp.asarray(table))
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.table.shape[1]
+
+    @property
+    def context_length(self) -> int:
+        """Any length would do; this one makes the limit testable."""
+        return self.context
+
+    def init(self, batch: int, capacity: int) -> TableState:
+        """See :meth:`jaxdraft.base.Target.init`."""
+        del capacity
+        zeros = jnp.zeros((batch,), jnp.int32)
+        return TableState(zeros, zeros, jnp.zeros((batch, 0), jnp.int32))
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        count: jax.Array,
+        state: TableState,
+        *,
+        row: jax.Array | None = None,
+    ) -> TargetOutput:
+        """See :meth:`jaxdraft.base.Target.forward`."""
+        del count
+        previous = jnp.concatenate([state.last[:, None], tokens[:, :-1]], axis=1)
+        logits = self.table[(31 * previous + tokens) % self.table.shape[0]]
+        if row is not None:
+            logits = jnp.take_along_axis(logits, row[:, None, None], axis=1)
+        return TargetOutput(logits, None, None, state.replace(window=tokens))
+
+    def commit(self, state: TableState, count: jax.Array) -> TableState:
+        """See :meth:`jaxdraft.base.Target.commit`."""
+        index = jnp.maximum(count - 1, 0)[:, None]
+        last = jnp.take_along_axis(state.window, index, axis=1)[:, 0]
+        return TableState(
+            length=state.length + count,
+            last=jnp.where(count > 0, last, state.last),
+            window=state.window[:, :0],
+        )
+
+
+@struct.dataclass
+class TableDrafter:
+    """Drafts from a table ``[V, K]`` by the anchor alone: right only by chance."""
+
+    table: jax.Array  # [V, K] int32
+
+    @classmethod
+    def random(cls, key: jax.Array, vocab_size: int, draft_tokens: int = 4) -> TableDrafter:
+        """Independent uniform drafts."""
+        return cls(jax.random.randint(key, (vocab_size, draft_tokens), 0, vocab_size))
+
+    @property
+    def draft_tokens(self) -> int:
+        """K."""
+        return self.table.shape[1]
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """Nothing to remember."""
+        del batch, capacity
+        return ()
+
+    def ingest(self, state: Any, feed: Feed) -> Any:
+        """Nothing to take in."""
+        del feed
+        return state
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """The row of the anchor."""
+        return state, *propose_tokens(self.table[feed.anchor], feed)
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        return self.propose(state, feed)
+
+
+@struct.dataclass
+class ScriptedDrafter:
+    """Right and wrong in chosen places.
+
+    ``truth[b, p]`` is the token at position p of row b's sequence; the draft for that position is it
+    where ``right[b, p]``, and another token where not.
+    """
+
+    truth: jax.Array  # [B, S] int32
+    right: jax.Array  # [B, S] bool
+    vocab_size: int = struct.field(pytree_node=False)
+    width: int = struct.field(pytree_node=False, default=4)
+
+    @property
+    def draft_tokens(self) -> int:
+        """K."""
+        return self.width
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """Nothing to remember: a feed says where it is."""
+        del batch, capacity
+        return ()
+
+    def ingest(self, state: Any, feed: Feed) -> Any:
+        """Nothing to take in."""
+        del feed
+        return state
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """The script from the position after the anchor on."""
+        anchor = feed.first_position + feed.count
+        index = anchor[:, None] + 1 + jnp.arange(self.width)[None]
+        token = jnp.take_along_axis(self.truth, index, axis=1, mode="clip")
+        right = jnp.take_along_axis(self.right, index, axis=1, mode="clip")
+        return state, *propose_tokens(jnp.where(right, token, (token + 1) % self.vocab_size), feed)
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        return self.propose(state, feed)
+
+
+def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
+    """A proposal of ``tokens`` [B, K], cut to what every row wants: what a small drafter ends with."""
+    limit = jnp.minimum(feed.limit, tokens.shape[1])
+    wants = feed.wants_draft & (limit > 0)
+    length = jnp.where(wants, limit, 0).astype(jnp.int32)
+    kept = jnp.arange(tokens.shape[1])[None] < length[:, None]
+    reason = jnp.where(wants, NoDraft.DRAFTED, NoDraft.UNWANTED).astype(jnp.int32)
+    return Proposal(jnp.where(kept, tokens, -1).astype(jnp.int32), length), DraftInfo(reason)
+
+
+def tiny_target_config(**changes: Any) -> TargetConfig:
+    """Three delta-net layers and one full-attention layer, width 32, vocabulary 48, taps 1 and 3."""
+    fields: dict[str, Any] = dict(
+        vocab_size=48,
+        width=32,
+        layers=("delta_net", "delta_net", "delta_net", "attention"),
+        attention=AttentionConfig(
+            heads=4, kv_heads=2, head_dim=16, rotary_dim=8, gated=True, qk_norm=True, scale=0.25
+        ),
+        delta_net=DeltaNetConfig(
+            key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4
+        ),
+        mlp=MlpConfig(hidden=48),
+        norm_eps=1e-6,
+        tied=False,
+        context_length=256,
+        taps=(1, 3),
+    )
+    return TargetConfig(**{**fields, **changes})
+
+
+def tiny_target(seed: int = 0, dtype: Any = jnp.float32, **changes: Any) -> DecoderTarget:
+    """A random decoder of :func:`tiny_target_config`."""
+    config = tiny_target_config(**changes)
+    return DecoderTarget.of(Decoder(config, dtype=dtype, rngs=nnx.Rngs(seed)))
+
+
+def tiny_drafter(
+    target: DecoderTarget, kind: str = "dflash2", seed: int = 1, dtype: Any = jnp.float32, **changes: Any
+) -> BlockDrafter:
+    """A random two-layer block drafter for ``target``: block 4, three candidates, window 12."""
+    t = target.config
+    dflash2 = kind == "dflash2"
+    fields: dict[str, Any] = dict(
+        kind=kind,
+        vocab_size=t.vocab_size,
+        width=t.width,
+        aux_width=t.aux_width,
+        layers=2,
+        attention=AttentionConfig(
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            rotary_dim=16,
+            qk_norm=True,
+            scale=0.25,
+            window=12 if dflash2 else -1,
+        ),
+        mlp_hidden=48,
+        norm_eps=1e-6,
+        block_size=4,
+        draft_tokens=3 if dflash2 else 4,
+        candidates=3,
+        rank=8,
+        mask_token=5,
+        context_length=t.context_length,
+        conv=ConvConfig(taps=2, group=8) if dflash2 else None,
+    )
+    config = BlockDrafterConfig(**{**fields, **changes})
+    module = (DFlash2 if dflash2 else DSpark)(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    params = target.decoder.params
+    embedding = params["embed"]["weight"]
+    head = embedding if t.tied else params["head"]["weight"]
+    return BlockDrafter(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
+
+
+def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> Model:
+    """:func:`tiny_target` with :func:`tiny_drafter`."""
+    target = tiny_target(seed, **changes)
+    return Model.of(target, None if kind is None else tiny_drafter(target, kind, seed + 1))
+
+
+def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any) -> None:
+    """Greedy tokens with ``drafter`` equal those without, and the counters add up.
+
+    Args:
+      model: a model.
+      drafter: any :class:`jaxdraft.base.Drafter`.
+      prompts: as in :func:`jaxdraft.generate`.
+      **options: as in :func:`jaxdraft.generate`.
+
+    Raises:
+      AssertionError: with the first difference.
+    """
+    plain = generate(model, prompts, drafter="none", **options)
+    drafted = generate(model, prompts, drafter=drafter, trace=True, **options)
+    for row, (expected, found) in enumerate(zip(plain.ids(), drafted.ids(), strict=True)):
+        if expected != found:
+            pairs = zip(expected, found, strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+            raise AssertionError(
+                f"row {row} differs from plain decoding at token {same}: "
+                f"plain {expected[same : same + 8]}, with drafts {found[same : same + 8]}"
+            )
+    np.testing.assert_array_equal(plain.status, drafted.status)
+    check_stats(drafted.stats)
+
+
+def check_stats(stats: Any) -> None:
+    """The laws of the counters: ``0 <= accepted <= evaluated <= proposed``, by position descending."""
+    accepted, evaluated = np.asarray(stats.accepted), np.asarray(stats.evaluated)
+    proposed = np.asarray(stats.proposed)
+    assert (accepted >= 0).all() and (accepted <= evaluated).all(), (accepted, evaluated)
+    assert (evaluated <= proposed).all(), (evaluated, proposed)
+    for counts in (np.asarray(stats.accepted_at), np.asarray(stats.evaluated_at)):
+        assert (np.diff(counts, axis=1) <= 0).all(), counts
+
+
+def check_pool(pool: PagedPool) -> None:
+    """The laws of a pool: free + owned = all pages, and no page has two owners."""
+    free = np.asarray(pool.free)[: int(pool.free_count)].tolist()
+    owned = np.asarray(pool.table)
+    owned = owned[owned < pool.pages].tolist()
+    assert sorted(free + owned) == list(range(pool.pages)), (free, owned)
+
+
+def run_rows_one_by_one(target: DecoderTarget, tokens: jax.Array, state: Any) -> tuple[Any, Any]:
+    """The reference for "verify T and commit n": every row alone. Returns logits and state."""
+    logits = []
+    one = jnp.ones((tokens.shape[0],), jnp.int32)
+    for t in range(tokens.shape[1]):
+        out = target.forward(tokens[:, t : t + 1], one, state)
+        state = target.commit(out.state, one)
+        logits.append(out.logits)
+    return jnp.concatenate(logits, axis=1), state
+
+
+__all__ = [
+    "ScriptedDrafter",
+    "TableDrafter",
+    "TableState",
+    "TableTarget",
+    "assert_lossless",
+    "check_pool",
+    "check_stats",
+    "propose_tokens",
+    "run_rows_one_by_one",
+    "tiny_drafter",
+    "tiny_model",
+    "tiny_target",
+    "tiny_target_config",
+]
