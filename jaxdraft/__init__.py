@@ -8,6 +8,8 @@
 ``jaxdraft.base`` holds the contracts and the glossary; read it first.
 """
 
+from importlib.metadata import version
+
 from jaxdraft.base import (
     Drafter,
     DraftInfo,
@@ -21,9 +23,10 @@ from jaxdraft.base import (
 )
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.model import Model, ModelInfo, load
-from jaxdraft.round import Rules, Stats
+from jaxdraft.round import Rules
+from jaxdraft.telemetry import Stats, Summary, summarize
 
-__version__ = "0.1.0"
+__version__ = version("jaxdraft")
 
 __all__ = [
     "DraftInfo",
@@ -40,10 +43,12 @@ __all__ = [
     "Scored",
     "Stats",
     "Status",
+    "Summary",
     "Target",
     "TargetOutput",
     "generate",
     "load",
     "score",
     "stream",
+    "summarize",
 ]

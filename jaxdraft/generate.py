@@ -21,7 +21,8 @@ from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
-from jaxdraft.round import RoundInfo, RoundState, Rules, Stats
+from jaxdraft.round import RoundInfo, RoundState, Rules
+from jaxdraft.telemetry import Stats
 from jaxdraft.text import Text
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | np.ndarray | jax.Array

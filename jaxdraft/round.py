@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxdraft import verify
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, Status, Target, TargetOutput
+from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
 
 
@@ -26,44 +27,6 @@ class Rules:
     max_new_tokens: jax.Array  # [B] int32
     max_length: jax.Array  # [B] int32, of prompt and output together
     draft_limit: jax.Array  # [B] int32
-
-
-@struct.dataclass
-class Stats:
-    """Counters of a run. Per row where a row is what counts.
-
-    ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability that
-    a draft whose predecessors stand does too, and ``accepted <= evaluated <= proposed`` always.
-    The prompt's own token belongs to no round: ``emitted`` sums the rounds' tokens plus that one.
-    """
-
-    target_forwards: jax.Array  # [] int32: prefill passes and rounds
-    drafter_forwards: jax.Array  # [] int32: rounds in which some row drafted
-    rounds: jax.Array  # [B] int32
-    emitted: jax.Array  # [B] int32
-    proposed: jax.Array  # [B] int32
-    evaluated_at: jax.Array  # [B, K] int32, by position in the block
-    accepted_at: jax.Array  # [B, K] int32
-    undrafted: jax.Array  # [B, len(NoDraft)] int32: rounds without drafts, by reason
-
-    @classmethod
-    def zeros(cls, batch: int, draft_tokens: int) -> Stats:
-        """Nothing happened yet."""
-        row = jnp.zeros((batch,), jnp.int32)
-        place = jnp.zeros((batch, draft_tokens), jnp.int32)
-        none = jnp.zeros((), jnp.int32)
-        reasons = jnp.zeros((batch, len(NoDraft)), jnp.int32)
-        return cls(none, none, row, row, row, place, place, reasons)
-
-    @property
-    def evaluated(self) -> jax.Array:
-        """[B] int32."""
-        return jnp.sum(self.evaluated_at, axis=1, dtype=jnp.int32)
-
-    @property
-    def accepted(self) -> jax.Array:
-        """[B] int32."""
-        return jnp.sum(self.accepted_at, axis=1, dtype=jnp.int32)
 
 
 @struct.dataclass

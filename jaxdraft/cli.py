@@ -1,0 +1,292 @@
+"""``jaxdraft inspect | generate | bench | demo``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text as Styled
+
+from jaxdraft.generate import Event, Output, generate, stream
+from jaxdraft.model import Model, load
+from jaxdraft.telemetry import Summary, summarize
+
+EMBEDDED = Path(__file__).parent / "data" / "trained"
+"""The trained family that comes with the package."""
+
+app = typer.Typer(
+    help="Speculative decoding with block drafters, in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+notes = Console(stderr=True)
+
+Folder = Annotated[Path, typer.Argument(help="Artifact folder of onnxruntime-genai's builder.")]
+DTypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's.")
+]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
+DrafterOption = Annotated[str, typer.Option(help="auto, none, or the kind of the model's drafter.")]
+
+
+@app.callback()
+def main() -> None:
+    """Set up what every command shares: the persistent compilation cache."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(home / "jaxdraft" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@app.command()
+def inspect(
+    folder: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what an artifact is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
+    from convert import inspect_artifact
+
+    with _friendly():
+        report = inspect_artifact(folder)
+    facts = report.summary()
+    if as_json:
+        print(json.dumps(facts, indent=1, default=str))
+    else:
+        console.print(_facts_table(folder, facts))
+        for problem in report.problems:
+            console.print(Styled("problem: ", style="bold red").append(str(problem), style="default"))
+        if not report.problems:
+            console.print(Styled("no problems found", style="green"))
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command("generate")
+def generate_command(
+    folder: Folder,
+    prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
+    max_new_tokens: TokensOption = 128,
+    drafter: DrafterOption = "auto",
+    draft_limit: Annotated[int | None, typer.Option(min=0, help="The most drafts a round.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
+    dtype: DTypeOption = None,
+) -> None:
+    """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
+    with _friendly():
+        model = _load(folder, dtype)
+        if model.text is None:
+            raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
+        text = sys.stdin.read() if prompt == "-" else prompt
+        ids = model.text.chat([{"role": "user", "content": text}]) if chat else model.text.encode(text)
+        events = stream(
+            model, [ids], max_new_tokens=max_new_tokens, drafter=drafter, draft_limit=draft_limit
+        )
+        if not chat:
+            console.print(Styled(text, style="dim"), end="")
+        with notes.status("compiling and reading the prompt"):
+            first = next(events)
+        out, seconds = _print_stream(first, events)
+    console.print()
+    _print_summary(out, seconds)
+
+
+@app.command()
+def bench(
+    folder: Annotated[Path, typer.Argument(help="Artifact folder; default: the embedded model.")] = EMBEDDED,
+    max_new_tokens: TokensOption = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 5,
+    dtype: DTypeOption = None,
+    prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
+) -> None:
+    """Time decoding with and without drafts, interleaved, in this process."""
+    with _friendly():
+        model = _load(folder, dtype)
+        prompts = _bench_prompts(folder, model, prompt)
+        rows = _compare(model, prompts, max_new_tokens, repeats)
+    console.print(_speed_table(rows))
+
+
+@app.command()
+def demo(
+    max_new_tokens: TokensOption = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 3,
+) -> None:
+    """Run the embedded trained model with and without drafts and show that the texts are equal."""
+    with _friendly():
+        model = _load(EMBEDDED, None)
+        prompts = [p["prompt_ids"] for p in embedded_prompts()][:3]
+        assert model.text is not None
+        rows = _compare(model, prompts, max_new_tokens, repeats)
+    plain, drafted = rows[0], rows[1]
+    for number, ids in enumerate(prompts):
+        same = plain.outputs[number].ids() == drafted.outputs[number].ids()
+        console.rule(f"prompt {number + 1}")
+        console.print(Styled(model.text.decode(ids)[-200:], style="dim"), end="")
+        console.print(Styled(drafted.outputs[number].texts()[0], style="bold"))
+        verdict = "equal to plain decoding, token for token" if same else "DIFFERS from plain decoding"
+        console.print(Styled(verdict, style="green" if same else "bold red"))
+        if not same:
+            raise typer.Exit(1)
+    console.rule("speed")
+    console.print(_speed_table(rows))
+    for line in drafted.summary.lines():
+        console.print(line)
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def embedded_prompts() -> list[dict[str, Any]]:
+    """The held-out prompts that come with the embedded model."""
+    return json.loads((EMBEDDED / "prompts.json").read_text(encoding="utf-8"))["prompts"]
+
+
+@dataclasses.dataclass
+class Timed:
+    """One way of decoding, timed over all prompts."""
+
+    name: str
+    outputs: list[Output]
+    seconds: list[float]  # one a repeat, all prompts together
+    tokens: int
+    compile_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the repeats."""
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def summary(self) -> Summary:
+        """Counters over all prompts."""
+        return summarize([out.stats for out in self.outputs])
+
+
+def _compare(model: Model, prompts: list[Any], max_new_tokens: int, repeats: int) -> list[Timed]:
+    """Decode all prompts plainly and with the drafter, in turn, ``repeats`` times."""
+    names = ["none"] + ([model.info.drafter] if model.info.drafter != "none" else [])
+
+    def run(name: str) -> tuple[list[Output], float]:
+        start = time.perf_counter()
+        outs = [
+            generate(model, [ids], max_new_tokens=max_new_tokens, drafter=name, stop_ids=())
+            for ids in prompts
+        ]
+        jax.block_until_ready([out.tokens for out in outs])
+        return outs, time.perf_counter() - start
+
+    rows = []
+    for name in names:
+        with notes.status(f"compiling and warming up: drafter {name}"):
+            outputs, first = run(name)
+        tokens = sum(len(row) for out in outputs for row in out.ids())
+        rows.append(Timed(name, outputs, [], tokens, first))
+    with notes.status("timing"):
+        for _ in range(repeats):
+            for row in rows:
+                row.seconds.append(run(row.name)[1])
+    for row in rows:
+        row.compile_seconds -= statistics.median(row.seconds)
+    return rows
+
+
+def _speed_table(rows: list[Timed]) -> Table:
+    table = Table("drafter", "tokens/s", "speed-up", "tokens a round", "compile s")
+    base = rows[0].tokens_per_second
+    for row in rows:
+        per_round = row.summary.tokens_per_round
+        table.add_row(
+            row.name,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.tokens_per_second / base:.2f}x",
+            "-" if per_round is None else f"{per_round:.2f}",
+            f"{row.compile_seconds:.1f}",
+        )
+    return table
+
+
+def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
+    if folder == EMBEDDED:
+        return [p["prompt_ids"] for p in embedded_prompts()]
+    if model.text is None:
+        return [[i % model.target.vocab_size for i in range(1, 17)]]
+    return [model.text.encode(prompt)]
+
+
+def _load(folder: Path, dtype: str | None) -> Model:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48))
+
+        return load(folder, dtype=dtype, progress=progress)
+
+
+def _print_stream(first: Event, events: Iterator[Event]) -> tuple[Output, float]:
+    """Print the texts as they come. Time runs from the first token, so compilation is not in it."""
+
+    def show(event: Event) -> None:
+        console.print(Styled(event.text or "", style="bold"), end="", soft_wrap=True)
+
+    show(first)
+    start = time.perf_counter()
+    while True:
+        try:
+            show(next(events))
+        except StopIteration as end:
+            return end.value, time.perf_counter() - start
+
+
+def _print_summary(out: Output, seconds: float) -> None:
+    summary = summarize(out.stats)
+    later = summary.emitted - summary.prompts
+    if later and seconds > 0:
+        console.print(f"{later / seconds:.1f} tokens/s after the first (compilation of the round included)")
+    for line in summary.lines():
+        console.print(line)
+    console.print(f"finished: {', '.join(out.finish_reasons)}")
+
+
+def _facts_table(folder: Path, facts: dict[str, Any]) -> Table:
+    table = Table(title=str(folder), show_header=False)
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{prefix}.{key}" if prefix else str(key), inner)
+        elif prefix != "problems":
+            table.add_row(prefix, f"{value:,}" if type(value) is int and value > 9999 else str(value))
+
+    add("", facts)
+    return table
+
+
+@contextmanager
+def _friendly() -> Iterator[None]:
+    """Errors about the input are messages, not tracebacks."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        notes.print(Styled("error: ", style="bold red").append(str(error), style="default"))
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

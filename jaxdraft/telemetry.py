@@ -1,0 +1,162 @@
+"""Counters of a run, and what people read from them.
+
+Counted as the field counts: *evaluated* drafts stop at the first rejection, *acceptance* is accepted /
+evaluated, *tokens per round* counts the accepted drafts and the token that follows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxdraft.base import NoDraft
+
+
+@struct.dataclass
+class Stats:
+    """Counters of a run. Per row where a row is what counts.
+
+    ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability that
+    a draft whose predecessors stand does too, and ``accepted <= evaluated <= proposed`` always.
+    The prompt's own token belongs to no round: ``emitted`` sums the rounds' tokens plus that one.
+    """
+
+    target_forwards: jax.Array  # [] int32: prefill passes and rounds
+    drafter_forwards: jax.Array  # [] int32: rounds in which some row drafted
+    rounds: jax.Array  # [B] int32
+    emitted: jax.Array  # [B] int32
+    proposed: jax.Array  # [B] int32
+    evaluated_at: jax.Array  # [B, K] int32, by position in the block
+    accepted_at: jax.Array  # [B, K] int32
+    undrafted: jax.Array  # [B, len(NoDraft)] int32: rounds without drafts, by reason
+
+    @classmethod
+    def zeros(cls, batch: int, draft_tokens: int) -> Stats:
+        """Nothing happened yet."""
+        row = jnp.zeros((batch,), jnp.int32)
+        place = jnp.zeros((batch, draft_tokens), jnp.int32)
+        none = jnp.zeros((), jnp.int32)
+        reasons = jnp.zeros((batch, len(NoDraft)), jnp.int32)
+        return cls(none, none, row, row, row, place, place, reasons)
+
+    @property
+    def evaluated(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.sum(self.evaluated_at, axis=1, dtype=jnp.int32)
+
+    @property
+    def accepted(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.sum(self.accepted_at, axis=1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Counters of one or more runs, summed over rows. Python numbers only.
+
+    Attributes:
+      target_forwards: prefill passes and rounds of the target.
+      drafter_forwards: rounds in which some row drafted.
+      rounds: rounds, counted per row.
+      emitted: tokens emitted, the one after each prompt included.
+      prompts: rows that emitted anything.
+      proposed: drafts proposed.
+      evaluated_at: drafts evaluated, by position in the block.
+      accepted_at: drafts accepted, by position.
+      undrafted: rounds a row went without drafts, by reason.
+    """
+
+    target_forwards: int
+    drafter_forwards: int
+    rounds: int
+    emitted: int
+    prompts: int
+    proposed: int
+    evaluated_at: tuple[int, ...]
+    accepted_at: tuple[int, ...]
+    undrafted: dict[str, int]
+
+    @property
+    def evaluated(self) -> int:
+        """Drafts evaluated."""
+        return sum(self.evaluated_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted."""
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance(self) -> float | None:
+        """accepted / evaluated; None before any draft was evaluated."""
+        return self.accepted / self.evaluated if self.evaluated else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens emitted in rounds / rounds; None before any round."""
+        return (self.emitted - self.prompts) / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_at(self) -> tuple[float | None, ...]:
+        """Probability that a draft stands when its predecessors do, by position."""
+        pairs = zip(self.accepted_at, self.evaluated_at, strict=True)
+        return tuple(a / e if e else None for a, e in pairs)
+
+    def lines(self) -> list[str]:
+        """The summary in words."""
+        said = [
+            f"{self.emitted} tokens in {self.rounds} rounds"
+            + (f", {self.tokens_per_round:.2f} tokens a round" if self.rounds else ""),
+            f"{self.target_forwards} target forwards, {self.drafter_forwards} drafter forwards",
+        ]
+        if self.evaluated:
+            said.append(
+                f"drafts: {self.proposed} proposed, {self.evaluated} evaluated, "
+                f"{self.accepted} accepted ({self.acceptance:.1%} of the evaluated)"
+            )
+            rates = ("-" if r is None else f"{r:.0%}" for r in self.acceptance_at)
+            said.append("accepted, by position: " + "  ".join(rates))
+        missed = {why: n for why, n in self.undrafted.items() if n}
+        if missed and self.proposed:
+            reasons = ", ".join(f"{n} {why}" for why, n in missed.items())
+            said.append(f"rounds without drafts: {reasons}")
+        return said
+
+
+def summarize(stats: Stats | Iterable[Stats]) -> Summary:
+    """Counters as Python numbers, summed over rows and runs.
+
+    Runs with different K are padded to the longest.
+    """
+    runs = [stats] if isinstance(stats, Stats) else list(stats)
+    if not runs:
+        raise ValueError("no runs to summarize")
+    width = max(run.accepted_at.shape[1] for run in runs)
+
+    def total(name: str) -> int:
+        return int(sum(np.asarray(getattr(run, name), np.int64).sum() for run in runs))
+
+    def places(name: str) -> tuple[int, ...]:
+        counts = np.zeros(width, np.int64)
+        for run in runs:
+            rows = np.asarray(getattr(run, name), np.int64).sum(axis=0)
+            counts[: rows.size] += rows
+        return tuple(int(n) for n in counts)
+
+    undrafted = np.sum([np.asarray(run.undrafted, np.int64).sum(axis=0) for run in runs], axis=0)
+    return Summary(
+        target_forwards=total("target_forwards"),
+        drafter_forwards=total("drafter_forwards"),
+        rounds=total("rounds"),
+        emitted=total("emitted"),
+        prompts=int(sum((np.asarray(run.emitted) > 0).sum() for run in runs)),
+        proposed=total("proposed"),
+        evaluated_at=places("evaluated_at"),
+        accepted_at=places("accepted_at"),
+        undrafted={reason.name.lower(): int(undrafted[reason]) for reason in NoDraft},
+    )

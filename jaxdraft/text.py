@@ -1,0 +1,370 @@
+"""Text to token ids and back: the only place that knows strings.
+
+A :class:`Text` wraps a tokenizer and a chat template as they lie beside a model. It is read once
+and never changes, and it hashes by identity, so that it may be a static field of a pytree.
+Everything here runs on the host; nothing is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from numpy.typing import ArrayLike
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are not UTF-8."""
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Text:
+    """A tokenizer and its chat template.
+
+    Attributes:
+      tokenizer: the tokenizer; neither truncates nor pads.
+      chat_template: a Jinja template, or None for a model without one.
+      special_tokens: strings that the template knows by name, ``{"bos_token": "<s>", ...}``.
+      source: where it was read from, for messages.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    source: str = "this tokenizer"
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Text:
+        """Reads the tokenizer that lies beside a model.
+
+        Args:
+          path: a folder with ``tokenizer.json`` and ``tokenizer_config.json``. The chat template is
+            ``chat_template.jinja`` or, without that file, the entry of the configuration.
+
+        Raises:
+          ValueError: if a file is missing or does not hold what its name says.
+        """
+        folder = Path(path)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (folder / name).is_file():
+                raise ValueError(f"no {name} in {folder}")
+        config = _read_config(folder / "tokenizer_config.json")
+        tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        special = _special_tokens(config)
+        # A special token may be an ordinary entry of the vocabulary; it keeps its id.
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        ordinary = [t for t in dict.fromkeys(special.values()) if t not in added]
+        tokenizer.add_special_tokens([t for t in ordinary if tokenizer.token_to_id(t) is not None])
+        return cls(
+            tokenizer=tokenizer,
+            chat_template=_chat_template(folder, config),
+            special_tokens=special,
+            source=str(folder),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of `text`.
+
+        Special tokens that are spelled out in `text` become their ids.
+
+        Args:
+          text: any string.
+          add_special_tokens: whether the tokenizer puts its own around it (many put none, some a
+            token for the beginning). Leave it off for text that a chat template wrote.
+        """
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: ArrayLike, *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`.
+
+        Bytes that are not UTF-8 read as U+FFFD. Ids that the tokenizer does not know (the
+        vocabulary of a model is often padded) read as nothing.
+
+        Args:
+          ids: integers, [T]; a sequence or an array.
+          skip_special_tokens: whether special tokens read as nothing too.
+
+        Raises:
+          ValueError: if `ids` are not a row of integers in [0, 2**31).
+        """
+        return self.tokenizer.decode(_as_ids(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """Returns a decoder for ids that arrive a few at a time."""
+        return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Returns a conversation as the model reads it.
+
+        Args:
+          messages: ``{"role": ..., "content": ...}`` each, oldest first.
+          add_generation_prompt: whether the text ends where the model's answer begins.
+          **variables: further variables of the template, such as ``tools``.
+
+        Raises:
+          ValueError: if there is no template, or the template refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise ValueError(f"{self.source} has no chat template; encode a prompt instead")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(f"a message is a mapping with a 'role', not {message!r}")
+        known = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        try:
+            return _compile(self.chat_template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **known
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: content that is no string
+            raise ValueError(f"the chat template of {self.source}: {error}") from error
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Returns the ids of a conversation; arguments and errors are those of :meth:`render`.
+
+        The template writes the special tokens, the one for the beginning included, so the
+        tokenizer adds none.
+        """
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @functools.cached_property
+    def _settling(self) -> _Settling:
+        return _settling(json.loads(self.tokenizer.to_str())["decoder"])
+
+
+class StreamDecoder:
+    """Decodes ids as they arrive.
+
+    Whatever the split, the texts of all calls of :meth:`push` and of the :meth:`finish` after them,
+    one after the other, are ``text.decode`` of all ids. So text is held back while ids to come
+    could still change it::
+
+        # "€" is E2 82 AC, here in two tokens
+        push([E2 82]) == ""
+        push([AC])    == "€"
+
+    With byte-level tokenizers only an unfinished character waits. Where bytes stand in for missing
+    characters (SentencePiece), a run of byte tokens waits for the token after it. Decoders that
+    look at neighbouring words give everything at the end.
+    """
+
+    def __init__(self, text: Text, *, skip_special_tokens: bool = True):
+        self._text = text
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []  # those whose text has not been given whole
+        self._given = 0  # characters of it that have
+
+    def push(self, ids: ArrayLike) -> str:
+        """Takes the next ids, [T] with T >= 0, and returns the text that is settled by now.
+
+        Raises:
+          ValueError: as in :meth:`Text.decode`; the decoder is then as it was before.
+        """
+        self._ids += _as_ids(ids)
+        if self._text._settling == "character":
+            text = self._decode(self._ids)
+            if not text.endswith(REPLACEMENT):  # whole characters: the next ids start afresh
+                return self._reset(text)
+            # The bytes behind the last one may be the start of a character. Those before it aren't.
+            text = text[: -len(REPLACEMENT)]
+        elif self._text._settling == "run":
+            end = len(self._ids)
+            while end and self._in_byte_run(self._ids[end - 1]):
+                end -= 1
+            text = self._decode(self._ids[:end])
+        else:
+            return ""
+        new = text[self._given :]
+        self._given = len(text)
+        return new
+
+    def finish(self) -> str:
+        """Returns the text held back. The decoder then begins anew."""
+        return self._reset(self._decode(self._ids))
+
+    def _reset(self, text: str) -> str:
+        new = text[self._given :]
+        self._ids, self._given = [], 0
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._text.tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _in_byte_run(self, token_id: int) -> bool:
+        """Whether this is a byte token, or one that is not seen and so cannot end a run of them."""
+        token = self._text.tokenizer.id_to_token(token_id)
+        if token is None or (self._skip and token_id in self._text._special_ids):
+            return True
+        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+_Settling = Literal["character", "run", "end"]
+"""When decoded text can no longer change: with the next character, after a run of byte tokens, or
+only at the end."""
+
+
+def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
+    """Returns the rule for a decoder as ``tokenizer.json`` describes it."""
+    if decoder is None:  # tokens with a blank between them
+        return "run"
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "character"
+    fused = False
+    for step, kind in zip(steps, kinds, strict=True):
+        one_token_at_a_time = kind in ("Replace", "Metaspace") and not fused
+        left_end_only = kind == "Strip" and step["stop"] == 0
+        if not (one_token_at_a_time or left_end_only or kind in ("ByteFallback", "Fuse")):
+            return "end"
+        fused |= kind == "Fuse"
+    return "run"
+
+
+def _as_ids(ids: ArrayLike) -> list[int]:
+    array = np.asarray(ids)
+    if array.size == 0 and array.ndim == 1:
+        return []
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"ids are a row of integers, not {array.dtype} of shape {array.shape}")
+    if array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"ids lie in [0, 2**31), not from {array.min()} to {array.max()}")
+    return array.tolist()
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    # Both may be stored in the file; a prompt is neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; each is a string or an object with its ``content``."""
+    named = {name: config.get(name) for name in _SPECIAL_NAMES}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
+    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+    return {name: token for name, token in contents.items() if isinstance(token, str)}
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"chat_template in {folder / 'tokenizer_config.json'} is not a string")
+    return template
+
+
+# ---------------------------------------------------------------------------------------- templates
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the model's own words for training; here it is only a block."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter would escape it for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    """Compiles a template in an environment like that of Hugging Face's models.
+
+    Templates come with a model and are not trusted: no attribute that leads out of the values they
+    are given can be read, and none of these can be changed.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    names = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment.from_string(template, globals=names)

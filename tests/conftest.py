@@ -1,0 +1,32 @@
+"""Settings of all tests: strict numerics, the same examples in every run, compiled programs kept."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# A shape or a type that does not fit is an error, not a guess, and no key is used twice.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_debug_key_reuse", True)
+
+hypothesis.settings.register_profile(
+    "jaxdraft",
+    derandomize=True,
+    deadline=None,  # the first example of a shape compiles
+    max_examples=30,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("jaxdraft")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiling takes most of the time. The programs stay in pytest's cache, which `--cache-clear`
+    # empties, unless the environment names another place.
+    if config.cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
