@@ -489,11 +489,11 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
             "emitted before"
         )
     if out.tokens.shape[1] > wanted:
-        out = out.replace(tokens=jnp.asarray(np.asarray(out.tokens)[:, :wanted]))
+        out = out.replace(tokens=jax.device_put(np.asarray(out.tokens)[:, :wanted]))
     if out.trace is not None:
         ran = max(1, int(np.asarray(out.stats.rounds).max(initial=0)))
         accepted = np.asarray(out.trace.accepted)[:, :ran]
-        out = out.replace(trace=Trace(jnp.asarray(accepted)))
+        out = out.replace(trace=Trace(jax.device_put(accepted)))
     return out
 
 

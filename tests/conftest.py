@@ -1,4 +1,4 @@
-"""Settings of all tests: strict numerics, the same examples in every run, compiled programs kept."""
+"""Settings of all tests: strict numerics, equal examples in every run, compiled programs kept."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ hypothesis.settings.load_profile("jaxdraft")
 def pytest_configure(config: pytest.Config) -> None:
     # Compiling takes most of the time. The programs stay in pytest's cache, which `--cache-clear`
     # empties, unless the environment names another place.
-    if config.cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cached = config.pluginmanager.hasplugin("cacheprovider")
+    if cached and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        assert config.cache is not None
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
