@@ -182,7 +182,7 @@ class StreamDecoder:
 
     With byte-level tokenizers only an unfinished character waits. Where bytes stand in for missing
     characters (SentencePiece), a run of byte tokens waits for the token after it. Decoders that
-    look at neighbouring words give everything at the end.
+    look further ahead give everything at the end.
     """
 
     def __init__(self, text: Text, *, skip_special_tokens: bool = True):
@@ -250,9 +250,10 @@ def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
         return "character"
     fused = False
     for step, kind in zip(steps, kinds, strict=True):
-        one_token_at_a_time = kind in ("Replace", "Metaspace") and not fused
+        # Most look at one token, and perhaps at those before it, until all are fused to one string.
+        token_by_token = kind in ("Replace", "Metaspace", "WordPiece", "CTC", "Strip") and not fused
         left_end_only = kind == "Strip" and step["stop"] == 0
-        if not (one_token_at_a_time or left_end_only or kind in ("ByteFallback", "Fuse")):
+        if not (token_by_token or left_end_only or kind in ("ByteFallback", "Fuse")):
             return "end"
         fused |= kind == "Fuse"
     return "run"

@@ -74,7 +74,7 @@ def sentencepiece(*, strip: bool = True) -> Tokenizer:
 
 def words_with(decoder: decoders.Decoder | None) -> Tokenizer:
     """A tokenizer whose decoder joins words in one way or another."""
-    vocab = [*SPECIALS, "hello", "##s", ".", "n't", "do", "▁wor", "ld", "o</w>", "|"]
+    vocab = [*SPECIALS, "hello", "##s", ".", "n't", "do", "▁wor", "ld", "o", "o</w>", "|"]
     tokenizer = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<pad>")
     )
@@ -94,7 +94,13 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "word piece": lambda: words_with(decoders.WordPiece()),
     "word ends": lambda: words_with(decoders.BPEDecoder()),
     "ctc": lambda: words_with(decoders.CTC("<pad>", "|")),
-    "both ends stripped": lambda: words_with(decoders.Strip("o", 1, 1)),
+    "each token stripped": lambda: words_with(decoders.Strip("o", 1, 1)),
+    "both ends stripped": lambda: words_with(
+        decoders.Sequence([decoders.Fuse(), decoders.Strip("o", 1, 1)])
+    ),
+    "replaced across tokens": lambda: words_with(
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("oo", "u")])
+    ),
     "no decoder": lambda: words_with(None),
 }
 TEXTS = {name: Text(tokenizer=make()) for name, make in TOKENIZERS.items()}

@@ -81,5 +81,9 @@ def test_prompts_give_the_reference_logits_and_states(name: str) -> None:
             if reference is None:
                 continue
             np.testing.assert_allclose(
-                found[what], reference, rtol=0, atol=TOLERANCE, err_msg=f"{name}, prompt {i}, {what}"
+                found[what],
+                reference,
+                rtol=0,
+                atol=TOLERANCE,
+                err_msg=f"{name}, prompt {i}, {what}",
             )

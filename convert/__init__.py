@@ -1,0 +1,12 @@
+"""Artifacts of onnxruntime-genai's model builder -> Flax modules.
+
+The converter is strict: it accounts for every node, attribute and initializer of the graphs and for
+every key of a drafter's configuration. What it does not implement is an :class:`ArtifactError` that
+names the file and the place, and says what was found and what was expected.
+"""
+
+from convert.errors import ArtifactError
+from convert.inspect import Report, inspect_artifact
+from convert.load import Loaded, load_artifact
+
+__all__ = ["ArtifactError", "Loaded", "Report", "inspect_artifact", "load_artifact"]

@@ -1,0 +1,66 @@
+"""What is said when an artifact cannot be converted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class ArtifactError(ValueError):
+    """An artifact is not what it says it is, or holds what this package does not implement.
+
+    Attributes:
+      file: the file at fault.
+      where: the tensor, node or configuration path in it.
+      found: what stands there.
+      expected: what should.
+      problems: every problem, when several were found at once; else just this one.
+    """
+
+    def __init__(
+        self,
+        file: object,
+        where: str,
+        found: Any,
+        expected: Any,
+        problems: Sequence[ArtifactError] = (),
+    ):
+        super().__init__(str(file), where, str(found), str(expected), tuple(problems))
+        self.file = str(file)
+        self.where = where
+        self.found = str(found)
+        self.expected = str(expected)
+        self.problems: tuple[ArtifactError, ...] = tuple(problems) or (self,)
+
+    def __str__(self) -> str:
+        line = f"{self.file}: {self.where}: found {self.found}, expected {self.expected}"
+        rest = [str(p) for p in self.problems if p is not self][1:]
+        return "\n".join([line, *(f"  also {text}" for text in rest)])
+
+    @classmethod
+    def of(cls, problems: Sequence[ArtifactError]) -> ArtifactError:
+        """One error that carries all ``problems`` (at least one) and reads like the first."""
+        if len(problems) == 1:
+            return problems[0]
+        first = problems[0]
+        return cls(first.file, first.where, first.found, first.expected, problems)
+
+
+class Problems(list[ArtifactError]):
+    """Problems found so far. Checks that can go on after a failure report here."""
+
+    def report(self, file: object, where: str, found: Any, expected: Any) -> None:
+        """Add one."""
+        self.append(ArtifactError(file, where, found, expected))
+
+    def equal(self, file: object, where: str, found: Any, expected: Any) -> bool:
+        """Report unless the two are equal; say whether they are."""
+        same = found == expected
+        if not same:
+            self.report(file, where, found, expected)
+        return same
+
+    def raise_any(self) -> None:
+        """Raise them all as one error, if there are any."""
+        if self:
+            raise ArtifactError.of(self)

@@ -1,0 +1,131 @@
+"""The graph of a multi-token-prediction head -> :class:`jaxdraft.nn.mtp.Mtp`."""
+
+from __future__ import annotations
+
+from convert.artifact import CONFIG, ArtifactConfig, DrafterSection, Names
+from convert.block import DrafterPlan
+from convert.errors import ArtifactError, Problems
+from convert.graph import FLOAT, INT64, Graph
+from convert.parts import (
+    Io,
+    Recipes,
+    attention,
+    cast,
+    embedding,
+    feed_forward,
+    io_input,
+    linear,
+    rms_norm,
+)
+from convert.pieces import Recipe
+from convert.walk import Walk, axis_of
+from jaxdraft.config import AttentionConfig, MtpConfig
+
+
+def plan_mtp(
+    graph: Graph,
+    config: ArtifactConfig,
+    section: DrafterSection,
+    target_dtype: int | None,
+    problems: Problems,
+) -> DrafterPlan:
+    """Read the graph of ``model.mtp``; see :class:`convert.block.DrafterPlan`."""
+    walk = Walk(graph, problems)
+    walk.dtype = target_dtype
+    width, vocab = config.decoder.hidden_size, config.vocab_size
+    io = _io(graph, config, section)
+    if section.layers != 1:
+        problems.report(CONFIG, f"{section.where}.num_hidden_layers", section.layers, 1)
+
+    logits = io.outputs["logits"]
+    value = logits
+    walk.output(logits, "the logits", None, (*io.rows, vocab))
+    if walk.op(value) == "Cast":
+        value = cast(walk, value, FLOAT)
+    rows, head = linear(walk, value, width, vocab)
+    final = rms_norm(walk, rows, width)
+    out = io.outputs["hidden_states"]
+    walk.output(out, "the hidden rows", walk.dtype, (*io.rows, width))
+    if out != rows:
+        walk.same("output hidden_states", walk.take(out, "Identity")["x"], rows)
+
+    feed = feed_forward(walk, final.skip, io, width)
+    post = rms_norm(walk, feed.source, width)
+    walk.same("the residual stream", final.source, post.sum)
+    mixer = attention(walk, post.skip, io, 0, width)
+    before = rms_norm(walk, mixer.source, width)
+    walk.same("the residual stream", post.source, before.sum)
+    if before.skip:
+        raise ArtifactError(walk.file, "layer 0", "further layers before it", "one layer")
+    pair, fc = linear(walk, before.source, 2 * width, width)
+    joined = walk.take(pair, "Concat")
+    if axis_of(joined, len(io.rows) + 1) != len(io.rows) or len(joined.inputs) != 2:
+        raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on the last axis")
+    embedding_norm = rms_norm(walk, joined["0"], width)
+    hidden_norm = rms_norm(walk, joined["1"], width)
+    hidden = io_input(walk, io, "hidden_states", target_dtype or FLOAT, (*io.rows, width))
+    walk.same("the rows of hidden_norm", hidden_norm.source, hidden)
+    if embedding_norm.skip or hidden_norm.skip:
+        raise ArtifactError(walk.file, joined.node.label, "a sum before a norm", "none")
+    ids = io_input(walk, io, "input_ids", INT64, io.rows)
+    table = embedding(walk, embedding_norm.source, ids, vocab, width)
+    walk.finish()
+
+    norms = (embedding_norm, hidden_norm, before, post, final)
+    eps = {norm.eps for norm in norms}
+    if len(eps) != 1:
+        raise ArtifactError(walk.file, "norm epsilons", sorted(eps), "one")
+    tables = mixer.tables
+    if tables is None:
+        raise ArtifactError(walk.file, "layer 0", "no rotation", "rotary tables")
+    assert isinstance(mixer.config, AttentionConfig) and walk.dtype is not None
+    for key, configured, found in (
+        ("num_key_value_heads", section.kv_heads, mixer.config.kv_heads),
+        ("head_size", section.head_size, mixer.config.head_dim),
+    ):
+        if configured != found:
+            problems.report(
+                CONFIG, f"{section.where}.{key}", configured, f"{found}, of {walk.file}"
+            )
+    description = MtpConfig(
+        vocab_size=vocab,
+        width=width,
+        attention=mixer.config,
+        mlp=feed.config,
+        norm_eps=final.eps,
+        context_length=tables.positions,
+    )
+    recipes: Recipes = {
+        ("embedding_norm", "weight"): embedding_norm.recipe,
+        ("hidden_norm", "weight"): hidden_norm.recipe,
+        ("fc", "weight"): Recipe.rows([fc]),
+        ("input_norm", "weight"): before.recipe,
+        ("post_norm", "weight"): post.recipe,
+        ("norm", "weight"): final.recipe,
+        **tables.recipes,
+        **{("mixer", *path): recipe for path, recipe in mixer.recipes.items()},
+        **{("mlp", *path): recipe for path, recipe in feed.recipes.items()},
+    }
+    return DrafterPlan(description, recipes, walk.dtype, walk.dtype, table, head)
+
+
+def _io(graph: Graph, config: ArtifactConfig, section: DrafterSection) -> Io:
+    """Names of the head's inputs.
+
+    A paged head is fed like the paged target, whose section names the lengths and the page table;
+    its own section still lists the attention mask of the dense form, which the graph has not.
+    """
+    names = dict(section.inputs.by_role)
+    paged = "block_table" in config.decoder.inputs
+    if paged:
+        if names.get("attention_mask") not in graph.inputs:
+            names.pop("attention_mask", None)
+        for role in (
+            "block_table",
+            "cumulative_sequence_lengths",
+            "past_sequence_lengths",
+            "attention_metadata",
+        ):
+            if role in config.decoder.inputs:
+                names.setdefault(role, config.decoder.inputs[role])
+    return Io(Names(names), section.outputs, "paged" if paged else "dense")

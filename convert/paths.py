@@ -1,0 +1,63 @@
+"""Names of files in an artifact, taken from files that anybody may have written."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from convert.errors import ArtifactError
+
+_DRIVE = re.compile(r"^[A-Za-z]:")
+_MAX_NAME = 1024
+
+
+def contained(folder: Path, location: str, file: str, where: str) -> Path:
+    """The regular file that ``location`` names inside ``folder``, links followed.
+
+    Nothing is opened. A location may name a subfolder; it may not be absolute, go up, use a drive
+    or a backslash, hold a NUL, or reach outside through a link (onnx/onnx#3991, #7686).
+
+    Args:
+      folder: the artifact's folder.
+      location: as an artifact spells it, with ``/``.
+      file: who names it, for messages.
+      where: where in that file, for messages.
+
+    Raises:
+      ArtifactError: the location is not of that form, or no such regular file exists.
+    """
+    inside = "a path inside the artifact's folder"
+    if not isinstance(location, str) or not location or len(location) > _MAX_NAME:
+        raise ArtifactError(file, where, repr(location), inside)
+    bad = (
+        "\0" in location
+        or not _encodable(location)
+        or "\\" in location
+        or location.startswith("/")
+        or _DRIVE.match(location)
+        or ".." in location.split("/")
+    )
+    if bad:
+        raise ArtifactError(file, where, repr(location), inside)
+    root = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(root, location))
+    if os.path.commonpath([root, path]) != root:
+        raise ArtifactError(file, where, f"{location!r}, a link to {path}", inside)
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        raise ArtifactError(file, where, f"{location!r}, which does not exist", "a file") from error
+    if not stat.S_ISREG(mode):
+        raise ArtifactError(file, where, f"{location!r}, which is not a regular file", "a file")
+    return Path(path)
+
+
+def _encodable(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no file name can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

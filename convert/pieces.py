@@ -1,0 +1,285 @@
+"""What a parameter is made of: stored tensors, and how their numbers become rows of it.
+
+A *piece* knows its shape, the tensors it reads, and how to write itself into a buffer. A *recipe*
+is a parameter: pieces one after another in memory, which is both concatenation along the first
+axis and stacking. Everything here is exact up to the one rounding into the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from convert.dequantize import Blocks, as_float32, dequantize
+from convert.graph import Tensor
+
+Array = np.ndarray
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_ROWS, _COLUMNS = 576, 768
+"""Block of a stored matrix that is transposed at once. Staged in a buffer of its own it stays in a
+core's cache, and its columns do not fall on the same few cache lines as those of a matrix whose
+width is a power of two: three to six times faster than assigning ``stored.T``, measured."""
+
+_PAD = 4
+"""Columns by which the staging buffer is wider, for the same reason."""
+
+
+class Piece(Protocol):
+    """Part of a parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what ``write`` fills."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Stored tensors it reads."""
+        ...
+
+    def write(self, out: Array) -> None:
+        """Fill ``out`` [*shape], of any float dtype."""
+        ...
+
+
+class Matrix(Piece, Protocol):
+    """A piece [out, in] of which a range of rows can be had."""
+
+    def rows(self, start: int, stop: int) -> Matrix:
+        """Rows ``start..stop``."""
+        ...
+
+
+def convert_into(out: Array, values: Array) -> None:
+    """``out[...] = values``, rounded once and from the exact value."""
+    if values.dtype == out.dtype:
+        _bits(out)[...] = _bits(values)
+    elif out.dtype == np.float32 and _is_bfloat16(values):
+        # bfloat16 is the upper half of a float32: shifting is an order faster than casting.
+        np.left_shift(values.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+    elif out.dtype == np.float32:
+        out[...] = values
+    else:
+        _bits(out)[...] = _bits(as_float32(values).astype(out.dtype))
+
+
+def _bits(values: Array) -> Array:
+    """bfloat16 as integers: numpy copies its own types much faster than registered ones."""
+    return values.view(np.uint16) if _is_bfloat16(values) else values
+
+
+def _is_bfloat16(values: Array) -> bool:
+    return values.dtype == _BFLOAT16
+
+
+def transpose_into(out: Array, stored: Array) -> None:
+    """``out[...] = stored.T``, rounded once, through a staging buffer.
+
+    Args:
+      out: [n, k], any float dtype.
+      stored: [k, n], rows contiguous.
+    """
+    k, n = stored.shape
+    height = -(-k // -(-k // _ROWS))
+    staged = np.empty((height, min(n, _COLUMNS) + _PAD), out.dtype)
+    target = _bits(out)
+    for j in range(0, k, height):
+        for i in range(0, n, _COLUMNS):
+            block = stored[j : j + height, i : i + _COLUMNS]
+            part = staged[: block.shape[0], : block.shape[1]]
+            convert_into(part, block)
+            target[i : i + _COLUMNS, j : j + height] = _bits(part).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A tensor as it is, in a shape of as many elements."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def write(self, out: Array) -> None:
+        convert_into(out, self.tensor.read().reshape(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A stored matrix, [in, out] when ``transposed``, rows ``start..stop`` of [out, in]."""
+
+    tensor: Tensor
+    transposed: bool
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, transposed: bool) -> Dense:
+        """All rows."""
+        rows = tensor.shape[-1] if transposed else math.prod(tensor.shape[:-1])
+        return cls(tensor, transposed, 0, rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        width = self.tensor.shape[0 if self.transposed else -1]
+        return (self.stop - self.start, width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def rows(self, start: int, stop: int) -> Dense:
+        return Dense(self.tensor, self.transposed, self.start + start, self.start + stop)
+
+    def write(self, out: Array) -> None:
+        stored = self.tensor.read().reshape(-1, self.tensor.shape[-1])
+        if not self.transposed:
+            convert_into(out, stored[self.start : self.stop])
+            return
+        transpose_into(out, stored[:, self.start : self.stop])
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A block-quantized matrix [out, in].
+
+    ``packed`` reshapes to [rows, bytes]; ``scales`` to [rows, blocks]; ``zeros`` to [rows, blocks]
+    floats or [rows, bytes] packed.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    blocks: Blocks
+    total: int  # rows of the stored matrix
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, self.blocks.width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        zeros = () if self.zeros is None else (self.zeros,)
+        return (self.packed, self.scales, *zeros)
+
+    def rows(self, start: int, stop: int) -> Quantized:
+        return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
+
+    def write(self, out: Array) -> None:
+        part = slice(self.start, self.stop)
+        zeros = None
+        if self.zeros is not None:
+            zeros = packed_bytes(self.zeros).reshape(self.total, -1)[part]
+        dequantize(
+            packed_bytes(self.packed).reshape(self.total, -1)[part],
+            self.scales.read().reshape(self.total, -1)[part],
+            zeros,
+            self.blocks,
+            out,
+        )
+
+
+def packed_bytes(tensor: Tensor) -> Array:
+    """The stored bytes of an integer tensor, two 4-bit elements a byte; floats as they are."""
+    return tensor.raw() if tensor.is_nibbles else tensor.read()
+
+
+@dataclasses.dataclass(frozen=True)
+class NegativeExponential:
+    """``-exp(x)`` of a vector: A_log as the decay scale."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def write(self, out: Array) -> None:
+        out[...] = -np.exp(as_float32(self.tensor.read()).astype(np.float64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Matrices of E experts, stored [E, N, K] row by row: dense, or quantized as one of E N rows.
+
+    With ``interleaved`` the stored rows alternate gate and up, and are written gate first.
+    """
+
+    matrix: Dense | Quantized
+    experts: int
+    interleaved: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, width = self.matrix.shape
+        return (self.experts, rows // self.experts, width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.matrix.tensors
+
+    def write(self, out: Array) -> None:
+        rows = self.shape[1]
+        for expert in range(self.experts):
+            part = self.matrix.rows(expert * rows, (expert + 1) * rows)
+            if not self.interleaved:
+                part.write(out[expert])
+                continue
+            whole = np.empty(part.shape, out.dtype)
+            part.write(whole)
+            out[expert, : rows // 2] = whole[0::2]
+            out[expert, rows // 2 :] = whole[1::2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A parameter: its shape, and its pieces in the order in which they lie in memory."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, piece: Piece) -> Recipe:
+        """A parameter of one piece."""
+        return cls(piece.shape, (piece,))
+
+    @classmethod
+    def rows(cls, pieces: Sequence[Matrix]) -> Recipe:
+        """Matrices of one width, one below the other."""
+        height = sum(p.shape[0] for p in pieces)
+        return cls((height, *pieces[0].shape[1:]), tuple(pieces))
+
+    @classmethod
+    def stack(cls, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Recipe:
+        """Pieces laid out as the leading axes of ``shape``."""
+        assert sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
+        return cls(shape, tuple(pieces))
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes read."""
+        return sum(t.nbytes for piece in self.pieces for t in piece.tensors)
+
+    def write(self, out: Array) -> None:
+        """Fill ``out`` [*shape]."""
+        flat = out.reshape(-1)
+        start = 0
+        for piece in self.pieces:
+            size = math.prod(piece.shape)
+            piece.write(flat[start : start + size].reshape(piece.shape))
+            start += size

@@ -1,0 +1,151 @@
+"""Everything that can be known about an artifact without allocating an array.
+
+``load`` turns a plan without problems into modules; ``inspect`` prints a plan with all of its
+problems. Both therefore judge by the same rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from convert.artifact import ArtifactConfig, DrafterSection, read_config
+from convert.block import DrafterPlan
+from convert.build import abstract, check, split
+from convert.contract import check_contract
+from convert.dflash2 import plan_dflash2
+from convert.dspark import plan_dspark
+from convert.errors import ArtifactError, Problems
+from convert.graph import FLOATS, DataFiles, Graph
+from convert.mtp import plan_mtp
+from convert.parts import Recipes
+from convert.target import TargetPlan, plan_target
+from jaxdraft.config import DrafterConfig, TargetConfig
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.dflash2 import DFlash2
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.linear import Structure
+from jaxdraft.nn.mtp import Mtp
+
+T = TypeVar("T")
+
+_READERS: Mapping[str, Callable[..., DrafterPlan]] = {
+    "dflash2": plan_dflash2,
+    "dspark": plan_dspark,
+    "mtp": plan_mtp,
+}
+_MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """A module without numbers: its structure and the shape and dtype of every parameter."""
+
+    structure: Structure
+    wanted: Mapping[tuple[str | int, ...], jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass
+class Plan:
+    """What an artifact holds. A part that could not be read is None, and a problem says why."""
+
+    folder: Path
+    problems: Problems
+    files: DataFiles
+    config: ArtifactConfig | None = None
+    target_graph: Graph | None = None
+    target: TargetPlan | None = None
+    drafter_graph: Graph | None = None
+    drafter: DrafterPlan | None = None
+    target_shell: Shell | None = None
+    drafter_shell: Shell | None = None
+
+    @property
+    def section(self) -> DrafterSection | None:
+        """The drafter's part of the configuration."""
+        return self.config.drafter if self.config else None
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence: what the configuration allows and the target's tables cover."""
+        assert self.config is not None
+        lengths = [self.config.context_length]
+        if self.target is not None:
+            lengths.append(self.target.config.context_length)
+        return min(lengths)
+
+
+def plan_artifact(folder: Path, dtype: DTypeLike | None = None) -> Plan:
+    """Read and check an artifact.
+
+    Args:
+      folder: the artifact's folder.
+      dtype: of the modules; default: the stored one of target and drafter.
+
+    Raises:
+      FileNotFoundError: no such folder. Everything else becomes a problem of the plan.
+    """
+    problems = Problems()
+    plan = Plan(folder, problems, DataFiles(folder))
+
+    def attempt(read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except ArtifactError as error:
+            problems.extend(error.problems)
+            return None
+
+    plan.config = config = attempt(lambda: read_config(folder, problems))
+    if config is None:
+        return plan
+    plan.target_graph = graph = attempt(lambda: Graph(config.decoder.path, plan.files))
+    section = config.drafter
+    if section is not None:
+        plan.drafter_graph = attempt(lambda: Graph(section.path, plan.files))
+    if graph is None:
+        return plan
+    plan.target = target = attempt(lambda: plan_target(graph, config, problems))
+    if target is None:
+        return plan
+    plan.target_shell = attempt(
+        lambda: _shell(graph, Decoder, target.config, target.recipes, _dtype(dtype, target.dtype))
+    )
+    drafter_graph = plan.drafter_graph
+    if section is None or drafter_graph is None:
+        return plan
+    read = _READERS[section.kind]
+    plan.drafter = drafter = attempt(
+        lambda: read(drafter_graph, config, section, target.dtype, problems)
+    )
+    if drafter is None:
+        return plan
+    check_contract(config, section, graph, target, drafter_graph, drafter, problems)
+    module, compute = _MODULES[section.kind], _dtype(dtype, drafter.dtype)
+    plan.drafter_shell = attempt(
+        lambda: _shell(drafter_graph, module, drafter.config, drafter.recipes, compute)
+    )
+    return plan
+
+
+def _shell(
+    graph: Graph,
+    module: type[nnx.Module],
+    config: TargetConfig | DrafterConfig,
+    recipes: Recipes,
+    dtype: DTypeLike,
+) -> Shell:
+    """The module, checked against its recipes."""
+    structure, wanted = split(abstract(module, config, dtype))
+    check(graph.file, wanted, recipes)
+    return Shell(structure, wanted)
+
+
+def _dtype(requested: DTypeLike | None, stored: int) -> jnp.dtype:
+    return jnp.dtype(FLOATS[stored] if requested is None else requested)

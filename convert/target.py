@@ -1,0 +1,334 @@
+"""The target's graph -> :class:`jaxdraft.nn.decoder.Decoder`.
+
+The graph is read from the logits back to the embedding; layers are numbered from the front once the
+embedding has been reached. Every parameter of the module is named once, in the recipes collected
+on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from convert.artifact import CONFIG, ArtifactConfig, Names
+from convert.errors import ArtifactError, Problems
+from convert.graph import FLOAT, FLOATS, INT64, Graph
+from convert.parts import (
+    FeedForward,
+    Io,
+    Mixer,
+    Norm,
+    Recipes,
+    attention,
+    cast,
+    delta_net,
+    embedding,
+    feed_forward,
+    io_input,
+    linear,
+    rms_norm,
+)
+from convert.pieces import Matrix, Quantized, Recipe
+from convert.walk import Walk, axis_of
+from jaxdraft.config import AttentionConfig, DeltaNetConfig, LayerKind, TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetPlan:
+    """What a target's graph turned out to be.
+
+    Attributes:
+      config: the description of the module.
+      recipes: module path -> how the parameter is made.
+      dtype: ONNX type of the body's weights.
+      embedding, head: the two tensors a drafter shares.
+      logits_dtype: ONNX type of the logits output.
+      layout: dense or paged.
+    """
+
+    config: TargetConfig
+    recipes: Recipes
+    dtype: int
+    embedding: Matrix
+    head: Matrix
+    layout: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    mixer: Mixer
+    feed: FeedForward
+    input_norm: Norm
+    post_norm: Norm
+    kind: LayerKind
+
+
+def plan_target(graph: Graph, config: ArtifactConfig, problems: Problems) -> TargetPlan:
+    """Read the graph of ``model.decoder``.
+
+    Args:
+      graph: the graph.
+      config: what the artifact says about it; disagreements are reported.
+      problems: where to report what does not stop the reading.
+
+    Raises:
+      ArtifactError: the graph is not of the form that is implemented.
+    """
+    return _TargetReader(graph, config, problems).read()
+
+
+class _TargetReader:
+    def __init__(self, graph: Graph, config: ArtifactConfig, problems: Problems):
+        self.walk = Walk(graph, problems)
+        self.config = config
+        self.decoder = config.decoder
+        self.problems = problems
+        layout = "paged" if "block_table" in self.decoder.inputs else "dense"
+        outputs = dict(self.decoder.outputs.by_role)
+        for role in ("aux_hidden_states", "hidden_states"):
+            # Without a drafter the builder exports these outputs and does not list them.
+            if role in graph.outputs and role not in outputs.values():
+                outputs.setdefault(role, role)
+        self.io = Io(self.decoder.inputs, Names(outputs), layout)
+        self.width = self.decoder.hidden_size
+
+    def read(self) -> TargetPlan:
+        walk, names = self.walk, self.io.outputs
+        logits = names["logits"]
+        if logits not in walk.graph.producers:
+            raise ArtifactError(walk.file, f"output {logits!r}", "nothing", "the logits")
+        value = logits
+        if walk.op(value) == "Cast":
+            value = cast(walk, value, FLOAT)
+        head_input, head = linear(walk, value, self.width, self.config.vocab_size)
+        hidden = self._unpruned(head_input)
+        self._body_type(hidden)
+        logits_type = FLOAT if value != logits else walk.dtype
+        self._logits_output(logits, logits_type, head_input != hidden)
+        final = rms_norm(walk, hidden, self.width)
+        self._hidden_output(hidden)
+        layers, embedded = self._layers(final)
+        ids = io_input(walk, self.io, "input_ids", INT64, self.io.rows)
+        table = embedding(walk, embedded, ids, self.config.vocab_size, self.width)
+        taps = self._taps(layers)
+        walk.finish()
+        return self._plan(layers, final, table, head, taps)
+
+    def _body_type(self, hidden: str) -> None:
+        """The type of the final norm's weight is that of the body, quantized or not."""
+        call = self.walk.take(
+            hidden, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"
+        )
+        name = call.inputs.get("gamma") or call.inputs.get("scale") or ""
+        tensor = self.walk.graph.initializers.get(name)
+        if tensor is None or tensor.data_type not in FLOATS:
+            raise ArtifactError(
+                self.walk.file, call.node.label, f"scale {name!r}", "a float tensor"
+            )
+        self.walk.dtype = tensor.data_type
+
+    def _unpruned(self, value: str) -> str:
+        """The final norm's rows, of which the head may read a selection."""
+        walk = self.walk
+        if walk.op(value) == "Unsqueeze":  # the last row of a dense graph
+            call = walk.take(value, "Unsqueeze")
+            walk.expect(call, "axes", [1])
+            last = walk.take(call["data"], "Gather")
+            walk.expect(last, "indices", -1)
+            if axis_of(last, 3) != 1:
+                raise ArtifactError(
+                    walk.file, f"{last.node.label}, axis", last.attributes["axis"], 1
+                )
+            return last["data"]
+        return self._selected(value)
+
+    def _selected(self, value: str) -> str:
+        """``value = rows[logits_indices]``: the rows; ``value`` itself if nothing is selected."""
+        walk = self.walk
+        if walk.op(value) != "Gather" or "logits_indices" not in self.io.inputs:
+            return value
+        call = walk.take(value, "Gather")
+        indices = io_input(walk, self.io, "logits_indices", 6, ("rows",))
+        walk.same(f"{call.node.label}, indices", call["indices"], indices)
+        if axis_of(call, 2) != 0:
+            raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], 0)
+        return call["data"]
+
+    def _logits_output(self, name: str, data_type: int | None, pruned: bool) -> None:
+        rows: tuple[int | str, ...] = self.io.rows
+        if pruned and self.io.layout == "dense":
+            rows = ("batch", 1)
+        self.walk.output(name, "the logits", data_type, (*rows, self.config.vocab_size))
+
+    def _hidden_output(self, hidden: str) -> None:
+        if "hidden_states" not in self.io.outputs:
+            return
+        name = self.io.outputs["hidden_states"]
+        self.walk.output(name, "the hidden rows", self.walk.dtype, (*self.io.rows, self.width))
+        self.walk.same("output hidden_states", hidden, name)
+
+    def _layers(self, final: Norm) -> tuple[list[_Layer], str]:
+        """All layers, and the value that enters the first."""
+        count = self.decoder.layers
+        layers: list[_Layer] = []
+        norm = final
+        for layer in reversed(range(count)):
+            if not norm.skip:
+                raise ArtifactError(
+                    self.walk.file,
+                    f"layer {layer}",
+                    f"{layer + 1} layers fewer in the graph",
+                    f"{count}, of {CONFIG}: model.decoder.num_hidden_layers",
+                )
+            layers.append(self._layer(layer, norm, last=layer == count - 1))
+            norm = layers[-1].input_norm
+        if norm.skip:
+            raise ArtifactError(
+                self.walk.file,
+                "layer 0",
+                "further layers before it",
+                f"{count}, of {CONFIG}: model.decoder.num_hidden_layers",
+            )
+        return layers[::-1], norm.source
+
+    def _layer(self, layer: int, after: Norm, *, last: bool) -> _Layer:
+        walk = self.walk
+        feed = feed_forward(walk, after.skip, self.io, self.width)
+        post = rms_norm(walk, feed.source, self.width)
+        self._residual(after.source, post)
+        residual, delta = post.source, post.skip
+        if last and walk.op(residual) == "Gather" and "logits_indices" in self.io.inputs:
+            selected = self._selected(residual)
+            if selected != residual:
+                residual, delta = selected, self._selected(delta)
+        kind: LayerKind = "delta_net" if self._is_delta_net(delta) else "attention"
+        read = delta_net if kind == "delta_net" else attention
+        mixer = read(walk, delta, self.io, layer, self.width)
+        before = rms_norm(walk, mixer.source, self.width)
+        self._residual(residual, before)
+        return _Layer(mixer, feed, before, post, kind)
+
+    def _residual(self, value: str, norm: Norm) -> None:
+        """The residual stream goes on from the sum that ``norm`` normalised."""
+        self.walk.same("the residual stream", value, norm.sum)
+
+    def _is_delta_net(self, delta: str) -> bool:
+        produced = self.walk.graph.producers.get(delta)
+        return bool(produced) and self.walk.op(produced[0].inputs[0]) == "GatedRMSNorm"
+
+    def _taps(self, layers: list[_Layer]) -> tuple[int, ...]:
+        """Layers whose entering residual the auxiliary output concatenates, in its order."""
+        if "aux_hidden_states" not in self.io.outputs:
+            return ()
+        walk, name = self.walk, self.io.outputs["aux_hidden_states"]
+        walk.output(name, "the auxiliary states", None)
+        call = walk.take(name, "Concat")
+        if axis_of(call, len(self.io.rows) + 1) != len(self.io.rows):
+            raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], -1)
+        entering = {layer.input_norm.sum: i for i, layer in enumerate(layers) if i > 0}
+        taps = []
+        for value in call.inputs.values():
+            if value not in entering:
+                raise ArtifactError(
+                    walk.file, call.node.label, f"{value!r}", "residuals entering layers 1 and up"
+                )
+            taps.append(entering[value])
+        shape = (*self.io.rows, len(taps) * self.width)
+        walk.output(name, "the auxiliary states", walk.dtype, shape)
+        return tuple(taps)
+
+    def _plan(
+        self,
+        layers: list[_Layer],
+        final: Norm,
+        table: Matrix,
+        head: Matrix,
+        taps: tuple[int, ...],
+    ) -> TargetPlan:
+        walk = self.walk
+        tied = self._tied(table, head)
+        tables = self._one("rotary tables", [x.mixer.tables for x in layers if x.mixer.tables])
+        attention_config = self._one_config(layers, AttentionConfig)
+        delta_config = self._one_config(layers, DeltaNetConfig)
+        feeds = [layer.feed.config for layer in layers]
+        eps = [n.eps for x in layers for n in (x.input_norm, x.post_norm)] + [final.eps]
+        target = TargetConfig(
+            vocab_size=self.config.vocab_size,
+            width=self.width,
+            layers=tuple(layer.kind for layer in layers),
+            attention=attention_config,
+            delta_net=delta_config,
+            mlp=self._one("feed-forward shapes", feeds),
+            norm_eps=self._one("norm epsilons", eps),
+            tied=tied,
+            context_length=tables.positions if tables else self.config.context_length,
+            taps=taps,
+            hidden_states="hidden_states" in self.io.outputs,
+        )
+        self._compare(target)
+        recipes: Recipes = {
+            ("embed", "weight"): Recipe.rows([table]),
+            ("norm", "weight"): final.recipe,
+            **(tables.recipes if tables else {}),
+        }
+        if not tied:
+            recipes["head", "weight"] = Recipe.rows([head])
+        for i, layer in enumerate(layers):
+            recipes["layers", i, "input_norm", "weight"] = layer.input_norm.recipe
+            recipes["layers", i, "post_norm", "weight"] = layer.post_norm.recipe
+            for part, found in (("mixer", layer.mixer.recipes), ("mlp", layer.feed.recipes)):
+                for path, recipe in found.items():
+                    recipes["layers", i, part, *path] = recipe
+        assert walk.dtype is not None
+        return TargetPlan(target, recipes, walk.dtype, table, head, self.io.layout)
+
+    def _tied(self, table: Matrix, head: Matrix) -> bool:
+        """Whether embedding and head are the same stored tensors, and then the same numbers."""
+        if table.tensors[0] is not head.tensors[0]:
+            return False
+        same = [t.name for t in table.tensors] == [t.name for t in head.tensors]
+        if isinstance(table, Quantized) and isinstance(head, Quantized):
+            same = same and table.blocks == head.blocks
+        if not same:
+            raise ArtifactError(
+                self.walk.file,
+                f"initializer {table.tensors[0].name}",
+                "an embedding and a head that read it differently",
+                "one reading",
+            )
+        return True
+
+    def _one(self, what: str, values: list) -> object:
+        if not values:
+            return None
+        for i, value in enumerate(values[1:], start=1):
+            if value != values[0]:
+                raise ArtifactError(
+                    self.walk.file, what, f"{value} (number {i})", f"{values[0]}, as the first"
+                )
+        return values[0]
+
+    def _one_config(self, layers: list[_Layer], kind: type) -> object:
+        found = [layer.mixer.config for layer in layers if isinstance(layer.mixer.config, kind)]
+        return self._one(f"shapes of layers ({kind.__name__})", found)
+
+    def _compare(self, target: TargetConfig) -> None:
+        """The configuration says the same as the graph."""
+        decoder = self.decoder
+
+        def equal(key: str, configured: object, graph: object) -> None:
+            self.problems.equal(
+                CONFIG, f"model.decoder.{key}", configured, f"{graph}, of {self.walk.file}"
+            ) if configured != graph else None
+
+        if target.attention is not None:
+            equal("num_attention_heads", decoder.heads, target.attention.heads)
+            equal("num_key_value_heads", decoder.kv_heads, target.attention.kv_heads)
+            equal("head_size", decoder.head_size, target.attention.head_dim)
+        groups = {
+            "paged_kv": "attention",
+            "fixed_conv": "delta_net",
+            "fixed_recurrent": "delta_net",
+        }
+        for kind, ids in decoder.state_groups.items():
+            layers = tuple(i for i, k in enumerate(target.layers) if k == groups[kind])
+            equal(f"state_groups {kind}.layer_ids", ids, layers)

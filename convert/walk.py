@@ -1,0 +1,507 @@
+"""Reading a graph by its data flow: every node, attribute and initializer must be understood.
+
+A :class:`Walk` goes backwards, from the outputs: whoever asks for the producer of a value says
+which operator it must be. The table ``OPERATORS`` says what is implemented of every operator: its
+inputs by role, which of them may be present, and which attribute values. Names in the graph carry
+no meaning here, except where the configuration gives them to inputs and outputs. What is left
+when all outputs have been followed is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from convert.errors import ArtifactError, Problems
+from convert.graph import FLOATS, MICROSOFT, Graph, Node, Tensor, type_name
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """What an attribute may be: its type, its default, and the values that are implemented."""
+
+    type: type | tuple[type, ...]
+    default: Any = None  # None: required
+    allowed: tuple[Any, ...] | None = None  # None: any of the type
+
+
+def _fixed(value: Any, *, required: bool = False) -> Attribute:
+    return Attribute(type(value), None if required else value, (value,))
+
+
+_INT = Attribute(int)
+_COUNT = Attribute(int, 0)
+_ATTENTION = {
+    "num_heads": _INT,
+    "kv_num_heads": _INT,
+    "scale": Attribute(float, 0.0),
+    "local_window_size": Attribute(int, -1),
+    "softcap": Attribute(float, 0.0),
+    "do_rotary": Attribute(int, 0, (0, 1)),
+    "rotary_interleaved": _fixed(0),
+    "qk_norm_epsilon": Attribute(float, 1e-6),
+    "k_quant_type": _fixed("NONE"),
+    "v_quant_type": _fixed("NONE"),
+}
+_MOE = {
+    "k": Attribute(int, 1),
+    "activation_type": _fixed("swiglu", required=True),
+    "activation_alpha": _fixed(1.0),
+    "activation_beta": _fixed(0.0),
+    "swiglu_fusion": _fixed(1, required=True),
+    "swiglu_limit": Attribute(float, math.inf, (math.inf,)),
+    "normalize_routing_weights": _fixed(1, required=True),
+    "use_sparse_mixer": _fixed(0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """What is implemented of an operator.
+
+    ``inputs`` names the inputs in order. ``name`` must be there, ``name?`` may be, and ``name!``
+    must not: the schema has it and this package does not implement it.
+    """
+
+    domain: str
+    inputs: str
+    attributes: Mapping[str, Attribute] = dataclasses.field(default_factory=dict)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Inputs in order, with their marks."""
+        return tuple(self.inputs.split())
+
+
+OPERATORS: dict[str, Operator] = {
+    "Add": Operator("", "a b"),
+    "Cast": Operator("", "x", {"to": _INT, "saturate": Attribute(int, 1)}),
+    "Concat": Operator("", "*", {"axis": _INT}),
+    "Gather": Operator("", "data indices", {"axis": _COUNT}),
+    "Greater": Operator("", "a b"),
+    "Identity": Operator("", "x"),
+    "LpNormalization": Operator("", "x", {"axis": _fixed(-1), "p": _fixed(2)}),
+    "MatMul": Operator("", "a b"),
+    "Mod": Operator("", "a b", {"fmod": _fixed(0)}),
+    "Mul": Operator("", "a b"),
+    "Range": Operator("", "start limit delta"),
+    "ReduceSum": Operator(
+        "", "data axes", {"keepdims": Attribute(int, 1), "noop_with_empty_axes": _COUNT}
+    ),
+    "Reshape": Operator("", "data shape", {"allowzero": _fixed(0)}),
+    "Shape": Operator("", "data", {"start": _fixed(0)}),
+    "Sigmoid": Operator("", "x"),
+    "SimplifiedLayerNormalization": Operator(
+        "",
+        "x scale",
+        {"axis": _fixed(-1), "epsilon": Attribute(float, 1e-5), "stash_type": _fixed(1)},
+    ),
+    "Slice": Operator("", "data starts ends axes steps!"),
+    "Split": Operator("", "data split?", {"axis": _COUNT, "num_outputs": _COUNT}),
+    "Squeeze": Operator("", "data axes"),
+    "Sub": Operator("", "a b"),
+    "Tile": Operator("", "data repeats"),
+    "TopK": Operator("", "x k", {"axis": _fixed(-1), "largest": _fixed(1), "sorted": _fixed(1)}),
+    "Transpose": Operator("", "data", {"perm": Attribute(tuple)}),
+    "Unsqueeze": Operator("", "data axes"),
+    "CausalConvWithState": Operator(
+        MICROSOFT,
+        "x weight bias past",
+        {
+            "ndim": _fixed(1),
+            "activation": _fixed("silu", required=True),
+            "state_window": _fixed(0),
+        },
+    ),
+    "GatedAdd": Operator(MICROSOFT, "x y gate"),
+    "GatedDeltaNet": Operator(
+        MICROSOFT,
+        "query key value cu_seqlens a b state A_log dt_bias capture_count? active?",
+        {
+            "update_rule": _fixed("gated_delta"),
+            "scale": Attribute(float, 0.0),
+            "gate_activation": _fixed("qwen", required=True),
+            "beta_activation": _fixed("sigmoid", required=True),
+            "qk_l2_norm": _fixed(1, required=True),
+            "chunk_size": Attribute(int, 64),
+            "state_update_capacity": _COUNT,
+        },
+    ),
+    "GatedRMSNorm": Operator(MICROSOFT, "x scale gate", {"epsilon": Attribute(float)}),
+    "GatherBlockQuantized": Operator(
+        MICROSOFT,
+        "data indices scales zero_points?",
+        {
+            "bits": Attribute(int, 4, (2, 4, 8)),
+            "block_size": Attribute(int, 128),
+            "gather_axis": _fixed(0),
+            "quantize_axis": _fixed(1, required=True),
+        },
+    ),
+    "GroupQueryAttention": Operator(
+        MICROSOFT,
+        "query key? value? past_key past_value seqlens_k total_sequence_length"
+        " cos_cache? sin_cache? position_ids! attention_bias! head_sink! k_scale! v_scale! q_norm_weight? k_norm_weight?",
+        {
+            **_ATTENTION,
+            "smooth_softmax": Attribute(int, 0, (0, -1)),
+            "qk_output": _fixed(0),
+            "kv_cache_bit_width": _fixed(0),
+        },
+    ),
+    "LinearAttention": Operator(
+        MICROSOFT,
+        "query key value state decay beta",
+        {
+            "q_num_heads": _INT,
+            "kv_num_heads": _INT,
+            "update_rule": _fixed("gated_delta"),
+            "scale": _fixed(1.0, required=True),
+            "chunk_size": Attribute(int, 64),
+            "state_window": _fixed(0),
+        },
+    ),
+    "LinearAttentionGate": Operator(MICROSOFT, "a dt_bias decay_scale b"),
+    "MRotaryEmbedding": Operator(
+        MICROSOFT,
+        "x position_ids cos_cache sin_cache",
+        {
+            "interleaved": _fixed(0),
+            "rotary_embedding_dim": _COUNT,
+            "num_heads": _COUNT,
+            "mrope_section": Attribute(tuple),
+            "mrope_layout": Attribute(int, 0, (0, 1)),
+            "is_packed_batching": Attribute(int, 0, (0, 1)),
+        },
+    ),
+    "MatMulNBits": Operator(
+        MICROSOFT,
+        "a b scales zero_points? g_idx! bias!",
+        {
+            "K": _INT,
+            "N": _INT,
+            "bits": Attribute(int, 4, (2, 4, 8)),
+            "block_size": _INT,
+            # How far onnxruntime may round activations: a kernel's choice, not the model's.
+            "accuracy_level": Attribute(int, 0, (0, 1, 2, 3, 4)),
+            "weight_prepacked": _fixed(0),
+        },
+    ),
+    "MoE": Operator(
+        MICROSOFT,
+        "x router fc1 fc1_bias? fc2 fc2_bias? fc3! fc3_bias!",
+        _MOE,
+    ),
+    "PagedAttention": Operator(
+        MICROSOFT,
+        "query key? value? key_cache value_cache cumulative_sequence_length past_seqlens"
+        " block_table cos_cache? sin_cache? slot_mapping! head_sink! q_norm_weight? k_norm_weight? k_scale!"
+        " v_scale! attention_metadata?",
+        {**_ATTENTION, "is_causal": Attribute(int, 1, (0, 1))},
+    ),
+    "QMoE": Operator(
+        MICROSOFT,
+        "x router fc1 fc1_scales fc1_bias? fc2 fc2_scales fc2_bias? fc3! fc3_scales! fc3_bias!"
+        " fc1_zero_points! fc2_zero_points! fc3_zero_points! router_weights!",
+        {
+            **_MOE,
+            "expert_weight_bits": Attribute(int, 4, (4, 8)),
+            "block_size": _COUNT,
+            "weights_prepacked": _fixed(0),
+        },
+    ),
+    "SkipSimplifiedLayerNormalization": Operator(
+        MICROSOFT, "input skip gamma bias!", {"epsilon": Attribute(float)}
+    ),
+    "VarlenCausalConvWithState": Operator(
+        MICROSOFT,
+        "x weight cu_seqlens bias state capture_count?",
+        {"activation": _fixed("silu", required=True), "state_update_capacity": _COUNT},
+    ),
+}
+"""Everything that is implemented. Sources: the onnx operator reference, and the contrib operator
+reference of onnxruntime 1.32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A node that was asked for and understood: its inputs by role and its attributes."""
+
+    node: Node
+    inputs: Mapping[str, str]
+    attributes: Mapping[str, Any]
+
+    def __getitem__(self, role: str) -> str:
+        return self.inputs[role]
+
+    def output(self, index: int) -> str:
+        """Name of an output, empty if there is none."""
+        return self.node.outputs[index] if index < len(self.node.outputs) else ""
+
+
+class Walk:
+    """A walk over one graph: what has been understood so far.
+
+    Attributes:
+      graph: the graph.
+      file: its name, for messages.
+      problems: where things are reported that do not stop the walk.
+      dtype: ONNX type of the body's weights, once known.
+    """
+
+    def __init__(self, graph: Graph, problems: Problems):
+        self.graph = graph
+        self.file = graph.file
+        self.problems = problems
+        self.dtype: int | None = None
+        self._nodes: set[int] = set()
+        self._tensors: set[str] = set()
+        self._inputs: set[str] = set()
+        self._outputs: set[str] = set()
+
+    # Asking for nodes.
+
+    def op(self, value: str) -> str:
+        """Operator that computes ``value``; empty for an input or an initializer."""
+        produced = self.graph.producers.get(value)
+        return produced[0].op if produced else ""
+
+    def take(self, value: str, *ops: str, output: int = 0) -> Call:
+        """The call that computes ``value`` as its output ``output``.
+
+        Args:
+          value: a value name.
+          ops: operators it may be, of the table.
+          output: which of the node's outputs ``value`` must be.
+
+        Raises:
+          ArtifactError: anything else computes it, or the node uses what is not implemented.
+        """
+        wanted = " or ".join(ops)
+        produced = self.graph.producers.get(value)
+        if produced is None:
+            kind = "a graph input" if value in self.graph.inputs else "an initializer"
+            raise ArtifactError(self.file, f"value {value!r}", kind, f"the output of {wanted}")
+        node, index = produced
+        if node.op not in ops or node.domain != OPERATORS[node.op].domain:
+            found = f"{node.domain or 'ai.onnx'}::{node.op}"
+            if node.op not in OPERATORS and node.op != "Constant":
+                found += ", an operator that is not implemented"
+            raise ArtifactError(self.file, node.label, found, wanted)
+        if index != output:
+            raise ArtifactError(
+                self.file, node.label, f"{value!r} as output {index}", f"as output {output}"
+            )
+        self._nodes.add(node.index)
+        operator = OPERATORS[node.op]
+        return Call(node, self._inputs_of(node, operator), self._attributes_of(node, operator))
+
+    def _inputs_of(self, node: Node, operator: Operator) -> dict[str, str]:
+        if operator.inputs == "*":
+            if not node.inputs or not all(node.inputs):
+                raise ArtifactError(self.file, node.label, "an absent input", "all inputs")
+            return {str(i): name for i, name in enumerate(node.inputs)}
+        roles = operator.roles
+        if len(node.inputs) > len(roles):
+            raise ArtifactError(
+                self.file,
+                node.label,
+                f"{len(node.inputs)} inputs, the last {node.inputs[-1]!r}",
+                f"{len(roles)}, all that the operator has",
+            )
+        inputs = {}
+        for i, role in enumerate(roles):
+            name = node.inputs[i] if i < len(node.inputs) else ""
+            bare, mark = role.rstrip("?!"), role[-1]
+            if name and mark == "!":
+                raise ArtifactError(
+                    self.file, f"{node.label}, input {bare}", repr(name), "none: not implemented"
+                )
+            if not name and mark not in "?!":
+                raise ArtifactError(self.file, f"{node.label}, input {bare}", "none", "a tensor")
+            inputs[bare] = name
+        return inputs
+
+    def _attributes_of(self, node: Node, operator: Operator) -> dict[str, Any]:
+        values = {}
+        for name, value in node.attributes.items():
+            spec = operator.attributes.get(name)
+            where = f"{node.label}, attribute {name}"
+            if spec is None:
+                raise ArtifactError(
+                    self.file, where, repr(value), "no such attribute: not implemented"
+                )
+            if not isinstance(value, spec.type):
+                raise ArtifactError(self.file, where, repr(value), f"a value of {spec.type}")
+            if spec.allowed is not None and value not in spec.allowed:
+                wanted = " or ".join(repr(v) for v in spec.allowed)
+                raise ArtifactError(self.file, where, repr(value), f"{wanted}: not implemented")
+            values[name] = value
+        for name, spec in operator.attributes.items():
+            if name not in values:
+                if spec.default is None:
+                    raise ArtifactError(
+                        self.file, f"{node.label}, attribute {name}", "none", "a value"
+                    )
+                values[name] = spec.default
+        return values
+
+    def outputs(self, call: Call, names: Sequence[str]) -> None:
+        """The node has exactly these outputs; each that is a graph output is thereby explained."""
+        found = tuple(call.node.outputs)
+        while found and not found[-1]:
+            found = found[:-1]
+        if found != tuple(names):
+            raise ArtifactError(self.file, f"{call.node.label}, outputs", list(found), list(names))
+        for name in names:
+            if name in self.graph.outputs:
+                self._outputs.add(name)
+
+    def same(self, where: str, found: str, expected: str) -> None:
+        """Two values that must be one."""
+        if found != expected:
+            raise ArtifactError(self.file, where, f"{found!r} as input", f"{expected!r}")
+
+    # Asking for inputs, outputs, constants and weights.
+
+    def input(
+        self, name: str, where: str, data_type: int | None, shape: Sequence[Any] | None = None
+    ) -> str:
+        """``name`` as a graph input of a type and a shape.
+
+        In ``shape`` an integer must be that number, None any dimension, and a string a dimension
+        that is not fixed.
+        """
+        self._inputs.add(name)
+        self._declared(self.graph.inputs.get(name), "input", name, where, data_type, shape)
+        return name
+
+    def output(
+        self, name: str, where: str, data_type: int | None, shape: Sequence[Any] | None = None
+    ) -> str:
+        """``name`` as a graph output, as :meth:`input`."""
+        self._outputs.add(name)
+        self._declared(self.graph.outputs.get(name), "output", name, where, data_type, shape)
+        return name
+
+    def _declared(
+        self,
+        value: Any,
+        kind: str,
+        name: str,
+        where: str,
+        data_type: int | None,
+        shape: Sequence[Any] | None,
+    ) -> None:
+        if value is None:
+            raise ArtifactError(self.file, f"{kind} {name!r}", "none of that name", f"{where}")
+        if data_type is not None and value.data_type != data_type:
+            self.problems.report(
+                self.file, f"{kind} {name!r}", type_name(value.data_type), type_name(data_type)
+            )
+        if shape is None:
+            return
+        fits = len(shape) == len(value.shape) and all(
+            have == want if isinstance(want, int) else want is None or not isinstance(have, int)
+            for have, want in zip(value.shape, shape, strict=True)
+        )
+        if not fits:
+            wanted = ["any" if d is None else d for d in shape]
+            self.problems.report(self.file, f"{kind} {name!r}", list(value.shape), wanted)
+
+    def constant(self, value: str) -> Array:
+        """A number or small array that stands in the graph."""
+        produced = self.graph.producers.get(value)
+        if produced is not None and produced[0].op == "Constant" and produced[0].domain == "":
+            node = produced[0]
+            if set(node.attributes) != {"value"} or not isinstance(
+                node.attributes["value"], np.ndarray
+            ):
+                raise ArtifactError(self.file, node.label, sorted(node.attributes), "one tensor")
+            self._nodes.add(node.index)
+            return node.attributes["value"]
+        tensor = self.graph.initializers.get(value)
+        if tensor is not None and math.prod(tensor.shape) <= 64:
+            self._tensors.add(value)
+            return tensor.read()
+        raise ArtifactError(self.file, f"value {value!r}", "no constant", "a constant")
+
+    def expect(self, call: Call, role: str, *values: Any) -> None:
+        """An integer constant as an input of ``call``, one of ``values`` exactly."""
+        found = self.constant(call[role])
+        if found.dtype.kind not in "iu" or found.tolist() not in list(values):
+            raise ArtifactError(
+                self.file,
+                f"{call.node.label}, input {role}",
+                found.tolist(),
+                " or ".join(str(v) for v in values),
+            )
+
+    def tensor(
+        self, name: str, where: str, *, shape: Sequence[int | None], dtypes: Sequence[int]
+    ) -> Tensor:
+        """``name`` as an initializer of a shape (None: any size) and one of some types."""
+        found = self.graph.initializers.get(name)
+        if found is None:
+            what = f"{name!r}, which is no initializer" if name else "none"
+            raise ArtifactError(self.file, where, what, "an initializer")
+        self._tensors.add(name)
+        if len(found.shape) != len(shape):
+            raise ArtifactError(
+                self.file,
+                f"initializer {name}",
+                f"shape {list(found.shape)}",
+                f"{len(shape)} dimensions",
+            )
+        fits = all(
+            s > 0 if want is None else s == want for s, want in zip(found.shape, shape, strict=True)
+        )
+        if not fits:
+            wanted = ["any" if d is None else d for d in shape]
+            raise ArtifactError(
+                self.file, f"initializer {name}", f"shape {list(found.shape)}", wanted
+            )
+        if found.data_type not in dtypes:
+            wanted = " or ".join(type_name(t) for t in dtypes)
+            raise ArtifactError(
+                self.file, f"initializer {name}", type_name(found.data_type), wanted
+            )
+        return found
+
+    def weight(self, name: str, where: str, shape: Sequence[int | None]) -> Tensor:
+        """An initializer of the body's own float type."""
+        dtypes = FLOATS if self.dtype is None else (self.dtype,)
+        return self.tensor(name, where, shape=shape, dtypes=tuple(dtypes))
+
+    # At the end.
+
+    def finish(self) -> None:
+        """Report every node, initializer, input and output that nothing asked for."""
+        for node in self.graph.nodes:
+            if node.index not in self._nodes:
+                found = f"{node.domain or 'ai.onnx'}::{node.op}"
+                if node.op not in OPERATORS and node.op != "Constant":
+                    found += ", an operator that is not implemented"
+                self.problems.report(self.file, node.label, found, "no node outside the pattern")
+        for kind, names, used in (
+            ("initializer", self.graph.initializers, self._tensors),
+            ("input", self.graph.inputs, self._inputs),
+            ("output", self.graph.outputs, self._outputs),
+        ):
+            for name in names:
+                if name not in used:
+                    self.problems.report(
+                        self.file, f"{kind} {name!r}", "one that nothing uses", f"no such {kind}"
+                    )
+
+
+def axis_of(call: Call, rank: int) -> int:
+    """The axis attribute, counted from the front."""
+    axis = call.attributes["axis"]
+    return axis + rank if axis < 0 else axis
