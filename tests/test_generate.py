@@ -14,8 +14,8 @@ import pytest
 
 import jaxdraft
 from jaxdraft import Model, generate, score, stream
-from jaxdraft.testing import TableDrafter, TableTarget, tiny_model
 from jaxdraft.telemetry import summarize
+from jaxdraft.testing import TableDrafter, TableTarget, tiny_model
 
 front = importlib.import_module("jaxdraft.generate")  # the package exports a function of that name
 
@@ -107,7 +107,7 @@ def test_under_the_users_own_jit(model: Model) -> None:
     assert out.ids() == generate(model, prompts, lengths=lengths, max_new_tokens=12).ids()
     text = run.lower(model, jnp.asarray(prompts), lengths=jnp.asarray(lengths)).as_text()
     largest = max((x.size for x in jax.tree.leaves(model)), default=0)
-    assert len(text) < 4_000_000 and f"dense<\"0x" not in text[:10_000], largest
+    assert len(text) < 4_000_000 and 'dense<"0x' not in text[:10_000], largest
 
 
 class _Compilations(logging.Handler):

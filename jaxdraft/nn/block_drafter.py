@@ -100,7 +100,9 @@ class BlockLayer(nnx.Module):
         context: Source,
     ) -> jax.Array:
         """[B, Q, D] -> [B, Q, D]."""
-        y = self._around("attention_conv", self.input_norm(x), self._attend(positions, cos, sin, context))
+        y = self._around(
+            "attention_conv", self.input_norm(x), self._attend(positions, cos, sin, context)
+        )
         x = x + y
         return x + self._around("mlp_conv", self.post_norm(x), self.mlp)
 

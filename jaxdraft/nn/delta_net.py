@@ -32,7 +32,7 @@ def delta_rule(
     beta: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """T steps of the recurrence at once, as one unit-triangular solve.
+    """T steps of the recurrence at once, as one unit-triangular system.
 
     Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta::
 
@@ -75,16 +75,63 @@ def delta_rule(
         return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
 
     rows, columns = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
-    # Later-than-now differences are positive and may overflow; the mask goes inside the exponent.
-    since = jnp.exp(jnp.where(rows >= columns, total[..., :, None] - total[..., None, :], 0.0))
+    # G_i - G_j as a sum of its own terms: the difference of two long sums would lose their digits.
+    later = jnp.where(rows > columns, jnp.swapaxes(log_decay, 1, 2)[..., None], 0.0)  # [.., m, j]
+    upto = (rows >= columns).astype(jnp.float32)  # [i, m]
+    between = jnp.einsum("im,bhmj->bhij", upto, later, precision=_HIGHEST)
+    since = jnp.where(rows >= columns, jnp.exp(between), 0.0)
     gram = jnp.einsum("bhik,bhjk->bhij", k, k, precision=_HIGHEST)
     system = jnp.where(rows > columns, rate * since * gram, 0.0)
-    update = lax.linalg.triangular_solve(
-        system, update, left_side=True, lower=True, unit_diagonal=True
-    )
-    weights = jnp.where(rows >= columns, since * overlap, 0.0)
-    output = output + jnp.einsum("bhij,bhjv->bhiv", weights, update, precision=_HIGHEST)
+    update = solve_unit_lower(system, update)
+    output = output + jnp.einsum("bhij,bhjv->bhiv", since * overlap, update, precision=_HIGHEST)
     return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+
+
+_BLOCK = 8
+
+
+def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
+    """Solve ``(I + lower) x = right`` for strictly lower-triangular ``lower``, by products alone.
+
+    Diagonal blocks of 8 are inverted exactly: N is nilpotent (N**8 = 0), so
+    ``(I + N)**-1 = (I - N)(I + N**2)(I + N**4)``; the blocks then follow by substitution. A few thin
+    products cost less than a triangular solver's serial loop, on CPUs and on GPUs, and within a block of
+    8 the powers cannot grow the way they do over a whole chunk (``tests/test_delta_net.py`` holds
+    the worst case, equal keys without decay, against float64).
+
+    Args:
+      lower: [..., T, T] float32; what lies on or above the diagonal must be zero.
+      right: [..., T, X] float32.
+
+    Returns:
+      [..., T, X].
+    """
+    steps = lower.shape[-1]
+    size = min(_BLOCK, steps)
+    short = -steps % size
+    if short:  # rows of zeros solve to zeros and disturb nothing above them
+        pad = [(0, 0)] * (lower.ndim - 2)
+        lower = jnp.pad(lower, [*pad, (0, short), (0, short)])
+        right = jnp.pad(right, [*pad, (0, short), (0, 0)])
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), (*lower.shape[:-2], size, size))
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, precision=_HIGHEST)
+
+    solved: list[jax.Array] = []
+    for start in range(0, steps, size):
+        rows = slice(start, start + size)
+        block = lower[..., rows, rows]
+        inverse, power = identity - block, block
+        for _ in range(2):
+            power = product(power, power)
+            inverse = product(inverse, identity + power)
+        known = right[..., rows, :]
+        if solved:
+            before = jnp.concatenate(solved, axis=-2)
+            known = known - product(lower[..., rows, :start], before)
+        solved.append(product(inverse, known))
+    return jnp.concatenate(solved, axis=-2)[..., :steps, :]
 
 
 class DeltaNet(nnx.Module):
@@ -126,9 +173,7 @@ class DeltaNet(nnx.Module):
         decay = self.decay_scale[...].reshape(row) * jax.nn.softplus(
             a + self.dt_bias[...].reshape(row)
         )
-        q, k, v = jnp.split(
-            self._convolve(conv, rows), (c.key_rows, 2 * c.key_rows), axis=-1
-        )
+        q, k, v = jnp.split(self._convolve(conv, rows), (c.key_rows, 2 * c.key_rows), axis=-1)
         q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
         k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
         v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)

@@ -64,4 +64,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], x[..., 2 * half :]
     c, s = cos[:, :, None, :], sin[:, :, None, :]
     turned = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1) if rest.size else turned.astype(x.dtype)
+    return (
+        jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        if rest.size
+        else turned.astype(x.dtype)
+    )

@@ -59,10 +59,11 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
     steps = capsule.log_decay.shape[1]
     kept = jnp.arange(steps)[None, :] < count[:, None]  # [B, T]
     decay = jnp.where(kept[..., None], capsule.log_decay, 0.0)
-    # Example, T = 3, count = 2: decay = [g0, g1, 0]. Row 0 is followed by g1, row 1 by nothing:
-    #   after = sum(decay) - cumsum(decay) = [g1, 0, 0]
-    total = jnp.sum(decay, axis=1)  # [B, Hv]
-    after = jnp.exp(total[:, None] - jnp.cumsum(decay, axis=1))  # [B, T, Hv]
+    # What follows a row, summed from the end so that no digits are lost in a difference of sums.
+    # Example, T = 3, count = 2: decay = [g0 g1 0], from the end [g0+g1 g1 0], after a row [g1 0 0].
+    onward = jnp.cumsum(decay[:, ::-1], axis=1)[:, ::-1]  # [B, T, Hv]
+    total = onward[:, 0]  # [B, Hv]
+    after = jnp.exp(jnp.pad(onward[:, 1:], ((0, 0), (0, 1), (0, 0))))
     update = jnp.where(kept[..., None, None], capsule.update * after[..., None], 0.0)
     shared = update.shape[2] // capsule.key.shape[2]
     # A masked row's key meets a zero update; it is zeroed too, since 0 * nan would survive.

@@ -35,7 +35,9 @@ def ragged(draw: st.DataObject, batch: int) -> list[list[int]]:
     return [draw.draw(st.lists(token, min_size=1, max_size=9)) for _ in range(batch)]
 
 
-def greedy_in_python(model: Model, prompt: list[int], new: int, stops: tuple[int, ...]) -> list[int]:
+def greedy_in_python(
+    model: Model, prompt: list[int], new: int, stops: tuple[int, ...]
+) -> list[int]:
     """The target's greedy continuation, one token at a time, in numpy."""
     table = np.asarray(model.target.table)
     sequence = list(prompt)
@@ -69,9 +71,7 @@ def test_random_tables(batch: int, data: st.DataObject, seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @given(data=st.data(), seed=SEEDS)
-def test_scripted_mixture_with_stops_and_limits(
-    batch: int, data: st.DataObject, seed: int
-) -> None:
+def test_scripted_mixture_with_stops_and_limits(batch: int, data: st.DataObject, seed: int) -> None:
     """Right and wrong in chosen places, stops anywhere, a limit of its own for every row."""
     model, prompts = table_model(seed), ragged(data, batch)
     right = np.random.default_rng(seed).random((batch, 48)) < data.draw(st.floats(0, 1))
@@ -161,7 +161,11 @@ def test_a_draft_of_a_stop_token_that_the_target_rejects_stops_nothing() -> None
     wrong = next(t for t in range(VOCAB) if t not in truth)
     table = np.full((VOCAB, K), wrong, np.int32)
     out = generate(
-        model, [prompt], max_new_tokens=NEW, drafter=TableDrafter(jnp.asarray(table)), stop_ids=[wrong]
+        model,
+        [prompt],
+        max_new_tokens=NEW,
+        drafter=TableDrafter(jnp.asarray(table)),
+        stop_ids=[wrong],
     )
     assert out.ids()[0] == truth and out.finish_reasons == ["length"]
     assert int(out.stats.accepted[0]) == 0
@@ -258,7 +262,10 @@ def test_non_finite_logits_are_flagged(poison: str) -> None:
     truth = [greedy_in_python(clean, p, NEW, ()) for p in prompts]
     sequence = prompts[0] + truth[0]
     row = (31 * sequence[7] + sequence[8]) % len(table)
-    visits = {(31 * a + b) % len(table) for a, b in zip([0, 4, 5, *truth[1]], [4, 5, *truth[1]], strict=False)}
+    visits = {
+        (31 * a + b) % len(table)
+        for a, b in zip([0, 4, 5, *truth[1]], [4, 5, *truth[1]], strict=False)
+    }
     if poison == "one nan":
         table[row, 3] = np.nan
     else:
@@ -267,8 +274,10 @@ def test_non_finite_logits_are_flagged(poison: str) -> None:
     drafter = script(clean, prompts, np.ones((2, 48), bool))
     out = generate(model, prompts, max_new_tokens=NEW, drafter=drafter, throw=False)
     first = next(
-        i for i in range(NEW)
-        if (31 * (prompts[0] + truth[0])[i + 1] + (prompts[0] + truth[0])[i + 2]) % len(table) == row
+        i
+        for i in range(NEW)
+        if (31 * (prompts[0] + truth[0])[i + 1] + (prompts[0] + truth[0])[i + 2]) % len(table)
+        == row
     )
     assert out.ids()[0] == truth[0][:first]
     assert out.finish_reasons[0] == Status.NONFINITE.reason

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxdraft.base import Feed
 from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.testing import run_rows_one_by_one, tiny_model, tiny_target
-from jaxdraft.base import Feed
 
 BATCH, ROWS = 3, 6
 SEEDS = st.integers(0, 2**31 - 1)
@@ -87,7 +87,9 @@ def test_sixty_four_rejections_in_a_row_do_not_drift() -> None:
         window = jnp.concatenate([anchor, tokens(1000 + step, ROWS - 1)], axis=1)
         rejecting = commit(model, forward(model, window, full, rejecting).state, one)
         plain = commit(model, forward(model, anchor, one, plain).state, one)
-        pairs = zip(jax.tree.leaves(plain.recurrent), jax.tree.leaves(rejecting.recurrent), strict=True)
+        pairs = zip(
+            jax.tree.leaves(plain.recurrent), jax.tree.leaves(rejecting.recurrent), strict=True
+        )
         errors.append(max(float(jnp.abs(a - b).max()) for a, b in pairs))
     assert max(errors) < 1e-4
     assert max(errors[48:]) < 10 * max(max(errors[:16]), 1e-6)  # it does not grow with the steps
@@ -155,7 +157,9 @@ def test_any_split_of_the_rows_gives_the_same_drafts(
             sizes = [row.pop(0) if row else 0 for row in splits]
             count = np.minimum(sizes, total - at).astype(np.int32)
             part = jnp.stack([aux[b, at[b] : at[b] + most] for b in range(2)])
-            state, proposal, _ = drafter.step(state, feed(part, jnp.asarray(count), jnp.asarray(at)))
+            state, proposal, _ = drafter.step(
+                state, feed(part, jnp.asarray(count), jnp.asarray(at))
+            )
             at = at + count  # a new array: jnp.asarray may have borrowed the old one
             splits = [row or [total] * 9 if (at[b] < total) else [] for b, row in enumerate(splits)]
             splits = [[min(n, most) for n in row] for row in splits]

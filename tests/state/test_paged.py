@@ -161,14 +161,24 @@ def filled(kind: str, keys: np.ndarray, values: np.ndarray, seed: int) -> PagedP
         part = slice(start, start + 8)
         count = jnp.full((batch,), min(8, total - start), jnp.int32)
         k, v = (np.zeros((batch, 8, HEADS, DIM), np.float32) for _ in range(2))
-        k[:, : min(8, total - start)], v[:, : min(8, total - start)] = keys[:, part], values[:, part]
+        k[:, : min(8, total - start)], v[:, : min(8, total - start)] = (
+            keys[:, part],
+            values[:, part],
+        )
         pool = write(pool, 0, jnp.asarray(k), jnp.asarray(v), count)
         pool = pool.replace(length=pool.length + count)
     return pool
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window"))
-def read(pool: PagedPool, q: jax.Array, positions: jax.Array, length: jax.Array, causal: bool, window: int) -> jax.Array:  # noqa: E501
+def read(
+    pool: PagedPool,
+    q: jax.Array,
+    positions: jax.Array,
+    length: jax.Array,
+    causal: bool,
+    window: int,
+) -> jax.Array:  # noqa: E501
     import dataclasses
 
     config = dataclasses.replace(CONFIG, window=window)
@@ -190,10 +200,10 @@ def test_attention_reads_what_was_written(kind: str, batch: int, window: int) ->
     q = rng.standard_normal((batch, steps, 4, DIM)).astype(np.float32)
     pool = filled(kind, keys, values, seed=3)
     for causal in (True, False):
-        found = read(pool, jnp.asarray(q), jnp.asarray(positions), jnp.asarray(length), causal, window)
-        expected = numpy_attention(
-            q, keys, values, positions, length, causal=causal, window=window
+        found = read(
+            pool, jnp.asarray(q), jnp.asarray(positions), jnp.asarray(length), causal, window
         )
+        expected = numpy_attention(q, keys, values, positions, length, causal=causal, window=window)
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -205,7 +215,8 @@ def test_where_pages_lie_changes_nothing() -> None:
     length = jnp.asarray([50, 31], jnp.int32)
     positions = length[:, None] - 3 + jnp.arange(3)[None]
     reads = [
-        read(filled("pages", keys, values, seed), q, positions, length, True, -1) for seed in range(3)
+        read(filled("pages", keys, values, seed), q, positions, length, True, -1)
+        for seed in range(3)
     ]
     np.testing.assert_array_equal(reads[0], reads[1])
     np.testing.assert_array_equal(reads[0], reads[2])

@@ -45,7 +45,11 @@ def test_ring_reads_what_the_full_history_would(
 ) -> None:
     """Random splits of up to 120 rows: several wraps of a ring of 18 to 48 slots."""
     rng = np.random.default_rng(seed)
-    sizes = data.draw(st.lists(st.lists(st.integers(0, MOST), min_size=1, max_size=5), min_size=BATCH, max_size=BATCH))  # noqa: E501
+    sizes = data.draw(
+        st.lists(
+            st.lists(st.integers(0, MOST), min_size=1, max_size=5), min_size=BATCH, max_size=BATCH
+        )
+    )  # noqa: E501
     cache = rings(page_size)
     if not dense:  # the same rings behind a shuffled table
         table = rng.permutation(cache.table.size).reshape(cache.table.shape)
@@ -54,8 +58,24 @@ def test_ring_reads_what_the_full_history_would(
     at = np.zeros(BATCH, np.int32)
     for call in range(5):
         count = np.asarray([row[call] if call < len(row) else 0 for row in sizes], np.int32)
-        part = [np.stack([x[b, at[b] : at[b] + MOST] if at[b] + MOST <= 5 * MOST else np.resize(x[b, at[b] :], (MOST, HEADS, DIM)) for b in range(BATCH)]) for x in (keys, values)]  # noqa: E501
-        cache = write(cache, (jnp.asarray(part[0]),), (jnp.asarray(part[1]),), jnp.asarray(at), jnp.asarray(count))  # noqa: E501
+        part = [
+            np.stack(
+                [
+                    x[b, at[b] : at[b] + MOST]
+                    if at[b] + MOST <= 5 * MOST
+                    else np.resize(x[b, at[b] :], (MOST, HEADS, DIM))
+                    for b in range(BATCH)
+                ]
+            )
+            for x in (keys, values)
+        ]  # noqa: E501
+        cache = write(
+            cache,
+            (jnp.asarray(part[0]),),
+            (jnp.asarray(part[1]),),
+            jnp.asarray(at),
+            jnp.asarray(count),
+        )  # noqa: E501
         at = at + count  # a new array: jnp.asarray may have borrowed the old one
     np.testing.assert_array_equal(cache.length, at)
     positions = at[:, None] + np.arange(4)[None]

@@ -1,0 +1,80 @@
+"""What the experiments share: interleaved timing, the machine's description, result files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+HERE = Path(__file__).parent
+
+
+def interleave(
+    variants: dict[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warmups: int = 1,
+    between: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of every repeat of every variant, taken in turn so that they share the machine's mood.
+
+    Args:
+      variants: what to time; each call must leave nothing running.
+      repeats: timed rounds.
+      warmups: rounds before them.
+      between: called before every timed call (to let worker threads of the last one go idle).
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(warmups + repeats):
+        for name, run in variants.items():
+            between()
+            start = time.perf_counter()
+            run()
+            if turn >= warmups:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
+    """Least, median and largest ratio of the repeats, pair by pair."""
+    pairs = sorted(a / b for a, b in zip(above, below, strict=True))
+    return pairs[0], statistics.median(pairs), pairs[-1]
+
+
+def machine() -> str:
+    """Processor, cores and versions, for the head of a result file."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    devices = ", ".join(sorted({d.device_kind for d in jax.devices()}))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"{model}, {cores} cores; JAX devices: {devices}; jax {jax.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def write_result(script: str, title: str, body: str) -> None:
+    """Put a result beside its script and print it."""
+    text = f"# {title}\n\n`{Path(script).name}` on {machine()}.\n\n{body}\n"
+    path = HERE / (Path(script).stem + ".md")
+    path.write_text(text, encoding="utf-8")
+    print(text)

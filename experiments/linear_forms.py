@@ -1,0 +1,96 @@
+"""In which form does XLA run thin products fastest on a CPU?
+
+    python experiments/linear_forms.py
+
+The products of a 135M-parameter decoder's layers (30 x [576 x 960, 576 x 576, 576 x 3072, 1536 x 576],
+float32, 425 MB), chained inside one compiled loop so that nothing can be left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import interleave, table, write_result
+from jax import lax
+
+LAYERS, STEPS = 30, 8
+SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def rows_by_columns(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ W, W as [in, out]."""
+    return x @ w
+
+
+def weights_first(x: jax.Array, w: jax.Array) -> jax.Array:
+    """(W @ x.T).T, W as [out, in]."""
+    return lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T
+
+
+def weights_first_in(parts: int, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The same as a batch of ``parts`` products."""
+    w = w.reshape(parts, -1, w.shape[1])
+    many = jnp.broadcast_to(x[None], (parts, *x.shape))
+    y = lax.dot_general(w, many, (((2,), (2,)), ((0,), (0,))))
+    return y.reshape(-1, x.shape[0]).T
+
+
+def chain(product: Product, weights: list[list[jax.Array]], x: jax.Array) -> jax.Array:
+    """All products of all layers, ``STEPS`` times, each depending on the one before."""
+
+    def step(_: jax.Array, x: jax.Array) -> jax.Array:
+        for qkv, o, gate_up, down in weights:
+            x = x + product(product(x, qkv)[:, :576], o) * 0.01
+            gate, up = jnp.split(product(x, gate_up), 2, axis=-1)
+            x = x + product(jax.nn.silu(gate) * up, down) * 0.01
+        return x / (1e-3 + jnp.max(jnp.abs(x)))
+
+    return lax.fori_loop(0, STEPS, step, x)
+
+
+def main() -> None:
+    """Time every form at every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    noise = np.random.default_rng(0).standard_normal(1536 * 3072, dtype=np.float32) * 0.03
+
+    def layers(transposed: bool) -> list[list[jax.Array]]:
+        shapes = [(o, i) if transposed else (i, o) for i, o in SHAPES]
+        return [[jnp.array(noise[: a * b].reshape(a, b)) for a, b in shapes] for _ in range(LAYERS)]
+
+    by_columns, by_rows = layers(False), layers(True)
+    forms: dict[str, tuple[Product, list[list[jax.Array]]]] = {
+        "x @ W, [in, out]": (rows_by_columns, by_columns),
+        "W @ x.T, [out, in]": (weights_first, by_rows),
+    }
+    for parts in (2, 4, 8):
+        form = functools.partial(weights_first_in, parts)
+        forms[f"W @ x.T, [out, in], batch of {parts}"] = (form, by_rows)
+    counts = (1, 2, 4, 8, 16)
+    results: dict[str, list[str]] = {name: [] for name in forms}
+    for count in counts:
+        x = jnp.ones((count, 576))
+        runs = {}
+        for name, (product, weights) in forms.items():
+            program = jax.jit(functools.partial(chain, product))
+            runs[name] = lambda p=program, w=weights: p(w, x).block_until_ready()
+        for name, seconds in interleave(runs, repeats=args.repeats).items():
+            results[name].append(f"{statistics.median(seconds) / STEPS * 1e3:.1f}")
+    head = ["form", *(f"{n} rows" if n > 1 else "1 row" for n in counts)]
+    body = table(head, [[name, *cells] for name, cells in results.items()])
+    body += (
+        f"\n\nMilliseconds for all layers; medians of {args.repeats} after one warm-up, in turn."
+    )
+    write_result(__file__, "Forms of a thin product", body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Is generation with the embedded family's DFlash2 drafter faster than without?
+
+    python experiments/speed.py
+
+Six held-out prompts (whole files of Python's standard library that nothing was trained on), one
+request at a time and all six in one batch, in one process, in turn; the tokens are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from common import interleave, ratios, table, write_result
+
+import jaxdraft
+from jaxdraft.cli import EMBEDDED, embedded_prompts
+
+
+def main() -> None:
+    """Time both ways of decoding and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    model = jaxdraft.load(EMBEDDED)
+    prompts = [p["prompt_ids"] for p in embedded_prompts()]
+    found: dict[str, Any] = {}
+
+    def run(drafter: str, batches: list[list[list[int]]]) -> None:
+        outs = [
+            jaxdraft.generate(
+                model, batch, max_new_tokens=args.tokens, stop_ids=(), drafter=drafter
+            )
+            for batch in batches
+        ]
+        for out in outs:
+            out.tokens.block_until_ready()
+        found[drafter] = outs
+
+    rows = []
+    for name, batches in (("one by one", [[p] for p in prompts]), ("six in a batch", [prompts])):
+        seconds = interleave(
+            {d: lambda d=d: run(d, batches) for d in ("none", "dflash2")}, repeats=args.repeats
+        )
+        plain, drafted = (sum((out.ids() for out in found[d]), []) for d in ("none", "dflash2"))
+        summary = jaxdraft.summarize([out.stats for out in found["dflash2"]])
+        low, middle, high = ratios(seconds["none"], seconds["dflash2"])
+        tokens = sum(map(len, plain))
+        rows.append(
+            [
+                name,
+                f"{tokens / statistics.median(seconds['none']):.0f}",
+                f"{tokens / statistics.median(seconds['dflash2']):.0f}",
+                f"{middle:.2f} ({low:.2f}..{high:.2f})",
+                f"{summary.tokens_per_round:.2f}",
+                "equal" if plain == drafted else "DIFFER",
+            ]
+        )
+    head = [
+        "prompts",
+        "none, tokens/s",
+        "DFlash2, tokens/s",
+        "speed-up",
+        "tokens a round",
+        "tokens",
+    ]
+    body = table(head, rows) + (
+        f"\n\nGreedy, {args.tokens} new tokens a prompt, prefill included, whole calls of "
+        f"`generate`; medians of {args.repeats} after one warm-up, the speed-up pair by pair "
+        "(least..largest)."
+    )
+    write_result(__file__, "Generation with and without drafts", body)
+
+
+if __name__ == "__main__":
+    main()
