@@ -2,9 +2,9 @@
 
     python experiments/against_ort.py NAME=FOLDER [NAME=FOLDER ...]
 
-One process, one request, the same greedy tokens, in turn. Both sides count decoding steps alone: for
-onnxruntime-genai the time after the first token, for jaxdraft the time of the whole call less that
-of a call for one token. Folders: `prepare_smollm2.py` and `prepare_hybrid.py` make them. Needs
+One process, one request, the same greedy tokens, in turn. Both sides count decoding steps alone:
+for onnxruntime-genai the time after the first token, for jaxdraft the time of the whole call less
+that of a call for one token. Folders: `prepare_smollm2.py` and `prepare_hybrid.py` make them. Needs
 `pip install onnxruntime-genai==0.18.0`.
 """
 
@@ -73,8 +73,8 @@ def main() -> None:
     head = ["artifact", "jaxdraft, tokens/s", "onnxruntime-genai, tokens/s", "ratio", "tokens"]
     body = (
         table(head, rows)
-        + f"\n\nFloat32, one request, 8 prompt tokens, {args.tokens} new ones, {args.threads} threads, "
-        f"median of {args.repeats} after one warm-up; the ratio is taken pair by pair "
+        + f"\n\nFloat32, one request, 8 prompt tokens, {args.tokens} new ones, {args.threads} "
+        f"threads, median of {args.repeats} after one warm-up; the ratio is taken pair by pair "
         "(least..largest). onnxruntime's threads are idle before each of our runs."
     )
     write_result(__file__, "Plain decoding against onnxruntime-genai", body)

@@ -22,7 +22,7 @@ def interleave(
     warmups: int = 1,
     between: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every repeat of every variant, taken in turn so that they share the machine's mood.
+    """Seconds of every repeat of every variant, in turn, so that they share the machine's mood.
 
     Args:
       variants: what to time; each call must leave nothing running.

@@ -2,8 +2,8 @@
 
     python experiments/linear_forms.py
 
-The products of a 135M-parameter decoder's layers (30 x [576 x 960, 576 x 576, 576 x 3072, 1536 x 576],
-float32, 425 MB), chained inside one compiled loop so that nothing can be left out.
+The products of a 135M-parameter decoder's layers (30 x [576 x 960, 576 x 576, 576 x 3072,
+1536 x 576], float32, 425 MB), chained inside one compiled loop so that nothing can be left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
         runs = {}
         for name, (product, weights) in forms.items():
             program = jax.jit(functools.partial(chain, product))
-            runs[name] = lambda p=program, w=weights: p(w, x).block_until_ready()
+            runs[name] = lambda p=program, w=weights, x=x: p(w, x).block_until_ready()
         for name, seconds in interleave(runs, repeats=args.repeats).items():
             results[name].append(f"{statistics.median(seconds) / STEPS * 1e3:.1f}")
     head = ["form", *(f"{n} rows" if n > 1 else "1 row" for n in counts)]

@@ -2,8 +2,8 @@
 
     python experiments/loading.py NAME=FOLDER [NAME=FOLDER ...]
 
-Loading against reading the same bytes into memory, each in a fresh process so that the peak memory is its
-own; then the time to compile `generate`, with an empty compilation cache and with a full one.
+Loading against reading the same bytes into memory, each in a fresh process so that the peak memory
+is its own; then the time to compile `generate`, with an empty compilation cache and a full one.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def main() -> None:
     head = ["artifact", "weights, MB", "read, s", "load, s", "load / read", "peak / weights"]
     head += ["compile, s", "cached, s"]
     body = table(head, rows) + (
-        f"\n\nMedians of {args.repeats} fresh processes, files in the page cache. Peak: growth of the "
-        "resident set over a process that has imported everything. Compile: the first call of "
+        f"\n\nMedians of {args.repeats} fresh processes, files in the page cache. Peak: growth of "
+        "the resident set over a process that has imported everything. Compile: the first call of "
         "`generate` less the second."
     )
     write_result(__file__, "Loading and compiling", body)

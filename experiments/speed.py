@@ -42,7 +42,8 @@ def main() -> None:
     rows = []
     for name, batches in (("one by one", [[p] for p in prompts]), ("six in a batch", [prompts])):
         seconds = interleave(
-            {d: lambda d=d: run(d, batches) for d in ("none", "dflash2")}, repeats=args.repeats
+            {d: lambda d=d, batches=batches: run(d, batches) for d in ("none", "dflash2")},
+            repeats=args.repeats,
         )
         plain, drafted = (sum((out.ids() for out in found[d]), []) for d in ("none", "dflash2"))
         summary = jaxdraft.summarize([out.stats for out in found["dflash2"]])

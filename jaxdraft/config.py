@@ -1,8 +1,8 @@
 """What a model is: frozen, hashable descriptions. No arrays, no input or output.
 
-Every field is read from an artifact (``genai_config.json`` and the ONNX graph) or written by a user;
-nothing here has a default that an artifact could silently disagree with, except where "absent" has
-one meaning. Letters are those of the glossary in :mod:`jaxdraft.base`.
+Every field is read from an artifact (``genai_config.json`` and the ONNX graph) or written by a
+user; nothing here has a default that an artifact could silently disagree with, except where
+"absent" has one meaning. Letters are those of the glossary in :mod:`jaxdraft.base`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class ConvConfig:
     """The dynamic grouped convolution over the rows of a DFlash2 block.
 
     Attributes:
-      taps: rows a tap reaches back over (tap 0 is the row itself); never past the block's first row.
+      taps: rows a kernel covers (tap 0 is the row itself); none reaches past the block's start.
       group: channels that share one predicted kernel.
     """
 
@@ -215,7 +215,7 @@ class BlockDrafterConfig:
 
     @property
     def first_row(self) -> int:
-        """The block row that predicts draft 0: row 1 of a DFlash2 block, row 0 of a DSpark block."""
+        """The block row that predicts draft 0: row 1 for DFlash2, row 0 for DSpark."""
         return 1 if self.kind == "dflash2" else 0
 
     @property

@@ -22,8 +22,8 @@ class Verdict:
 def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     """Accept the drafts that are the target's own best tokens.
 
-    Row i of the window predicts draft i, so row ``accepted`` gives the next token: a correction, or,
-    when all drafts stand, the bonus::
+    Row i of the window predicts draft i, so row ``accepted`` gives the next token: a correction,
+    or, when all drafts stand, the bonus::
 
       drafts      [4 7 9]         length 3
       best        [4 7 8 1]       rows 0..3

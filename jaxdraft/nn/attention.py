@@ -35,8 +35,8 @@ def attend(
     A key at position k is visible to a query at position q if the slot holds a key, ``k <= q`` when
     ``causal``, and ``k > q - window`` when there is a window. A query that sees no key gives zeros.
 
-    Source: ``com.microsoft.PagedAttention`` and ``GroupQueryAttention``; the running softmax is Milakov
-    and Gimelshein, arXiv:1805.02867.
+    Source: ``com.microsoft.PagedAttention`` and ``GroupQueryAttention``; the running softmax is
+    Milakov and Gimelshein, arXiv:1805.02867.
 
     Args:
       query: [B, T, N, H], rotated.
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
     def project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Queries [B, T, N, H], keys and values [B, T, G, H], and the gate [B, T, N * H] or None."""
+        """Queries [B, T, N, H], keys and values [B, T, G, H], gate [B, T, N * H] or None."""
         c = self.config
         batch, steps, _ = x.shape
         mixed = self.qkv(x)

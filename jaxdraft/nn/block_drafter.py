@@ -1,7 +1,7 @@
 """The backbone that DFlash2 and DSpark share: a context path into every layer's keys, and a block.
 
-Committed rows enter through ``fc`` and ``hidden_norm`` and become keys and values of every layer at once,
-without input norm and without convolution; no query is ever taken from them. The block (the
+Committed rows enter through ``fc`` and ``hidden_norm`` and become keys and values of every layer at
+once, without input norm and without convolution; no query is ever taken from them. The block (the
 anchor's embedding, then mask embeddings) runs through the layers and attends, without a causal
 mask, to the context and to itself.
 """
@@ -30,9 +30,9 @@ PREPARE, FINISH = 0, 1
 class BlockConv(nnx.Module):
     """A convolution over the rows of a block, its kernels predicted from the rows themselves.
 
-    ``y[t] = sum_tap (base[tap] + delta[t, tap]) * x[t - tap]``, zero before the block's first row. One
-    projection predicts the kernels of both sides of a sublayer: *prepare*, applied to its normed
-    input, and *finish*, applied to its output.
+    ``y[t] = sum_tap (base[tap] + delta[t, tap]) * x[t - tap]``, zero before the block's first row.
+    One projection predicts the kernels of both sides of a sublayer: *prepare*, applied to its
+    normed input, and *finish*, applied to its output.
     """
 
     def __init__(self, width: int, config: ConvConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):

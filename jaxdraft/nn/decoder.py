@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
@@ -92,17 +94,16 @@ class Decoder(nnx.Module):
             if i in config.taps:
                 taps[i] = x
             y = layer.input_norm(x)
-            if config.layers[i] == "attention":
+            mixer = layer.mixer
+            if isinstance(mixer, Attention):
                 index = config.layers[:i].count("attention")
-                q, k, v, gate = layer.mixer.project(y, cos, sin)
+                q, k, v, gate = mixer.project(y, cos, sin)
                 pool = paged.write(pool, index, k, v, count)
                 keys = paged.source(pool, index, pool.length + count)
-                y = layer.mixer.finish(
-                    attend(q, positions, keys, config.attention, causal=True), gate
-                )
+                y = mixer.finish(attend(q, positions, keys, mixer.config, causal=True), gate)
             else:
                 memory = state.recurrent[len(capsules)]
-                y, capsule = layer.mixer(y, memory.conv, memory.state)
+                y, capsule = mixer(y, memory.conv, memory.state)
                 capsules.append(capsule)
             x = x + y
             x = x + layer.mlp(layer.post_norm(x))
@@ -188,5 +189,5 @@ class DecoderTarget:
             recurrent.commit(m, c, count)
             for m, c in zip(state.recurrent, state.capsules, strict=True)
         )
-        pool = state.pool.replace(length=state.pool.length + count)
+        pool = dataclasses.replace(state.pool, length=state.pool.length + count)
         return DecoderState(pool, memory)

@@ -36,7 +36,8 @@ def delta_rule(
 
     Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta::
 
-      delta_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) delta_j = beta_i (v_i - exp(G_i) S^T k_i)
+      delta_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) delta_j
+              = beta_i (v_i - exp(G_i) S^T k_i)
       o_i     = exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (k_j . q_i) delta_j
 
     so the updates are the solution of a unit lower-triangular system, and everything else is a
@@ -94,10 +95,10 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
     """Solve ``(I + lower) x = right`` for strictly lower-triangular ``lower``, by products alone.
 
     Diagonal blocks of 8 are inverted exactly: N is nilpotent (N**8 = 0), so
-    ``(I + N)**-1 = (I - N)(I + N**2)(I + N**4)``; the blocks then follow by substitution. A few thin
-    products cost less than a triangular solver's serial loop, on CPUs and on GPUs, and within a block of
-    8 the powers cannot grow the way they do over a whole chunk (``tests/test_delta_net.py`` holds
-    the worst case, equal keys without decay, against float64).
+    ``(I + N)**-1 = (I - N)(I + N**2)(I + N**4)``; the blocks then follow by substitution. A few
+    thin products cost less than a triangular solver's serial loop, and within a block of 8 the
+    powers cannot grow the way they do over a whole chunk (``tests/test_delta_net.py`` holds the
+    worst case, equal keys without decay, against float64).
 
     Args:
       lower: [..., T, T] float32; what lies on or above the diagonal must be zero.

@@ -1,4 +1,4 @@
-"""Matrices: the product, the table of embeddings, and the frozen form in which they cross ``jit``."""
+"""Matrices: the product, the embeddings, and the frozen form in which modules cross ``jit``."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class Mlp(nnx.Module):
 class Moe(nnx.Module):
     """Softmax over E experts, the best k kept and renormalised, plus a gated shared expert.
 
-    Source: ``com.microsoft.MoE`` (swiglu, normalize_routing_weights = 1) and ``GatedAdd``. Every expert
-    runs over every row and the weights select: with few rows that costs less than sorting them,
-    and no token is ever dropped for capacity.
+    Source: ``com.microsoft.MoE`` (swiglu, normalize_routing_weights = 1) and ``GatedAdd``. Every
+    expert runs over every row and the weights select: with few rows that costs less than sorting
+    them, and no token is ever dropped for capacity.
     """
 
     def __init__(self, width: int, config: MoeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):

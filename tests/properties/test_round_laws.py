@@ -40,7 +40,7 @@ def close(a: object, b: object, tolerance: float = 2e-5) -> None:
 
 @given(seed=SEEDS, counts=st.lists(st.integers(0, ROWS), min_size=BATCH, max_size=BATCH))
 def test_verify_T_and_commit_n_equals_running_n_rows(seed: int, counts: list[int]) -> None:
-    """Attention lengths and keys, delta-net states, convolution rows, and the logits that follow."""
+    """Attention lengths and keys, delta-net states, convolution rows, and the next logits."""
     model, count = target(), jnp.asarray(counts, jnp.int32)
     context = tokens(seed, 5)
     out = forward(model, context, jnp.full((BATCH,), 5, jnp.int32), model.init(BATCH, 32))
