@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         self.o = Linear(config.heads * config.head_dim, width, dtype=dtype, rngs=rngs)
 
     def project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+        self, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries [B, T, N, H], keys and values [B, T, G, H], gate [B, T, N * H] or None."""
         c = self.config
@@ -147,6 +147,7 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if c.rotary_dim:
+            assert cos is not None and sin is not None
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v, gate
 
