@@ -29,9 +29,7 @@ def walk(lattice: Lattice, choose: Choose) -> jax.Array:
     """
     batch, steps, _ = lattice.candidates.shape
 
-    def step(
-        previous: jax.Array, here: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def step(previous: jax.Array, here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, scores = here  # [], [B, C, C]
         row = jnp.take_along_axis(scores, previous[:, None, None], axis=1)[:, 0]
         index = choose(row, number)

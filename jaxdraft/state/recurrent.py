@@ -73,6 +73,15 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
     return Recurrent(state=state, conv=_shift(recurrent.conv, capsule.rows, count))
 
 
+def reset(recurrent: Recurrent, rows: jax.Array) -> Recurrent:
+    """The rows where ``rows`` [B] is true start again, as if no token had been read."""
+    keep = ~rows
+    return Recurrent(
+        state=jnp.where(keep[:, None, None, None], recurrent.state, 0),
+        conv=jnp.where(keep[:, None, None], recurrent.conv, 0),
+    )
+
+
 def _shift(conv: jax.Array, rows: jax.Array, count: jax.Array) -> jax.Array:
     """The last W - 1 rows after ``count`` rows joined the stream.
 
