@@ -446,10 +446,9 @@ class _Reader:
         return result
 
     def drafter(self, model: Json, vocab: int, decoder: DecoderSection) -> DrafterSection | None:
-        sections = {
-            kind: self.object(model, kind, "model")
-            for kind in ("dflash2", "dspark", "mtp")
-            if kind in model
+        kinds: tuple[DrafterKind, ...] = ("dflash2", "dspark", "mtp")
+        sections: dict[DrafterKind, Json] = {
+            kind: self.object(model, kind, "model") for kind in kinds if kind in model
         }
         mtp = sections.get("mtp")
         if mtp is not None and not self.boolean(mtp, "enabled", "model.mtp"):
@@ -470,7 +469,7 @@ class _Reader:
         return None
 
     def block(
-        self, kind: str, section: Json, vocab: int, decoder: DecoderSection
+        self, kind: DrafterKind, section: Json, vocab: int, decoder: DecoderSection
     ) -> DrafterSection:
         where = f"model.{kind}"
         self.known_keys(section, where, _BLOCK_KEYS)
@@ -605,10 +604,9 @@ class _Reader:
 
     def integers(self, parent: Json, key: str, where: str, low: int, high: int) -> tuple[int, ...]:
         values = parent.get(key)
-        good = isinstance(values, list) and all(
+        if not isinstance(values, list) or not all(
             isinstance(v, int) and not isinstance(v, bool) and low <= v <= high for v in values
-        )
-        if not good:
+        ):
             found = json.dumps(values)[:80] if key in parent else "nothing"
             raise ArtifactError(
                 CONFIG, _join(where, key), found, f"a list of integers in {low}..{high}"

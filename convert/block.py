@@ -17,11 +17,14 @@ from convert.parts import (
     Norm,
     Recipes,
     Tables,
+    agree,
     attention_core,
     cast,
+    count_layers,
     embedding,
     io_input,
     linear,
+    lone,
     mlp,
     paged_lengths,
     rms_norm,
@@ -30,7 +33,7 @@ from convert.parts import (
 )
 from convert.pieces import Dense, Matrix, Piece, Quantized, Recipe
 from convert.walk import Call, Walk, axis_of
-from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig, MtpConfig
+from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig, MlpConfig, MtpConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,18 @@ class Attended:
     recipes: Recipes
     tables: Tables
     page_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer of a block drafter."""
+
+    input_norm: Norm
+    eps: tuple[float, float]
+    attended: Attended
+    hidden: int
+    convs: tuple[ConvConfig | None, ConvConfig | None]  # around attention, around the MLP
+    recipes: Recipes
 
 
 class BlockReader:
@@ -210,9 +225,7 @@ class BlockReader:
         """``value = hidden_norm(fc(aux))``: (parameters, A, type of aux)."""
         walk = self.walk
         norm = rms_norm(walk, value, self.width)
-        if norm.skip:
-            raise ArtifactError(walk.file, "hidden_norm", "a sum before it", "the rows of fc alone")
-        rows, fc = linear(walk, norm.source, None, self.width)
+        rows, fc = linear(walk, lone(walk, norm), None, self.width)
         aux = cast(walk, rows, walk.dtype)
         name = self.io.inputs["aux_hidden_states"]
         walk.same("the rows of fc", aux, name)
@@ -367,30 +380,17 @@ class BlockReader:
 
     # All layers.
 
-    def layers(self, final: Norm) -> tuple[list[dict], str]:
-        """Every layer's findings, and the value that enters the first."""
-        found: list[dict] = []
+    def layers(self, final: Norm) -> tuple[list[LayerPlan], str]:
+        """Every layer, and the value that enters the first."""
+        count_layers(self.walk, self.section.layers, self.section.where)
+        found: list[LayerPlan] = []
         norm = final
         for layer in reversed(range(self.section.layers)):
-            if not norm.skip:
-                raise ArtifactError(
-                    self.walk.file,
-                    f"layer {layer}",
-                    "no such layer",
-                    f"{self.section.layers}, of {CONFIG}: {self.section.where}.num_hidden_layers",
-                )
             found.append(self.layer(layer, norm))
-            norm = found[-1]["input_norm"]
-        if norm.skip:
-            raise ArtifactError(
-                self.walk.file,
-                "layer 0",
-                "further layers before it",
-                f"{self.section.layers}, of {CONFIG}: {self.section.where}.num_hidden_layers",
-            )
-        return found[::-1], norm.source
+            norm = found[-1].input_norm
+        return found[::-1], lone(self.walk, norm)
 
-    def layer(self, layer: int, after: Norm) -> dict:
+    def layer(self, layer: int, after: Norm) -> LayerPlan:
         """One layer: ``after`` is the norm that follows it."""
         walk = self.walk
         value, mlp_finish = self.convolved(after.skip)
@@ -409,29 +409,28 @@ class BlockReader:
             **attended.recipes,
             **{("mlp", *path): recipe for path, recipe in feed.recipes.items()},
         }
-        convs = []
-        for name, prepare, finish, rows in (
-            ("attention_conv", attention_prepare, attention_finish, before),
-            ("mlp_conv", mlp_prepare, mlp_finish, post),
-        ):
-            conv, part = self.convolution(name, prepare, finish, rows)
-            convs.append(conv)
-            recipes.update(part)
-        return {
-            "input_norm": before,
-            "eps": (before.eps, post.eps),
-            "attended": attended,
-            "hidden": feed.config.hidden,
-            "conv": convs[0] if convs[0] == convs[1] else convs,
-            "recipes": recipes,
-        }
+        around_attention, part = self.convolution(
+            "attention_conv", attention_prepare, attention_finish
+        )
+        recipes.update(part)
+        around_mlp, part = self.convolution("mlp_conv", mlp_prepare, mlp_finish)
+        recipes.update(part)
+        assert isinstance(feed.config, MlpConfig)
+        return LayerPlan(
+            input_norm=before,
+            eps=(before.eps, post.eps),
+            attended=attended,
+            hidden=feed.config.hidden,
+            convs=(around_attention, around_mlp),
+            recipes=recipes,
+        )
 
     def convolved(self, value: str) -> tuple[str, object]:
         """Undo one side of a block convolution: (rows before it, what it used)."""
         return value, None
 
     def convolution(
-        self, name: str, prepare: object, finish: object, rows: Norm
+        self, name: str, prepare: object, finish: object
     ) -> tuple[ConvConfig | None, Recipes]:
         """Both sides of a convolution as one module."""
         return None, {}
@@ -444,44 +443,23 @@ class BlockReader:
         layers, embedded = self.layers(final)
         table, scale = self.embedded(embedded)
         self.at_entry(embedded)
-        contexts = {layer["attended"].context for layer in layers}
-        if len(contexts) != 1:
-            raise ArtifactError(walk.file, "context rows", f"{len(contexts)} kinds", "one")
-        recipes, aux_width, aux_type = self.context(contexts.pop())
+        attended = [layer.attended for layer in layers]
+        context = agree(walk, "context rows", [a.context for a in attended])
+        recipes, aux_width, aux_type = self.context(context)
         walk.finish()
 
-        first = layers[0]
-        for i, layer in enumerate(layers[1:], start=1):
-            for what in ("hidden", "conv"):
-                if layer[what] != first[what]:
-                    raise ArtifactError(
-                        walk.file, f"layer {i}, {what}", layer[what], f"{first[what]}, as layer 0"
-                    )
-            if layer["attended"].config != first["attended"].config:
-                raise ArtifactError(
-                    walk.file,
-                    f"layer {i}, attention",
-                    layer["attended"].config,
-                    f"{first['attended'].config}, as layer 0",
-                )
-            if layer["attended"].tables.cos is not first["attended"].tables.cos:
-                raise ArtifactError(walk.file, f"layer {i}", "other rotary tables", "one pair")
-        conv = first["conv"]
-        if isinstance(conv, list):
-            raise ArtifactError(walk.file, "layer 0", f"convolutions {conv}", "one kind")
-        eps = {final.eps, *(e for layer in layers for e in layer["eps"])}
-        if len(eps) != 1:
-            raise ArtifactError(walk.file, "norm epsilons", sorted(eps), "one")
-        tables = first["attended"].tables
+        tables = agree(walk, "rotary tables", [a.tables for a in attended])
+        eps = [final.eps, *(e for layer in layers for e in layer.eps)]
+        assert section.kind != "mtp"
         config = BlockDrafterConfig(
             kind=section.kind,
             vocab_size=self.config.vocab_size,
             width=self.width,
             aux_width=aux_width,
             layers=len(layers),
-            attention=first["attended"].config,
-            mlp_hidden=first["hidden"],
-            norm_eps=final.eps,
+            attention=agree(walk, "attention shapes", [a.config for a in attended]),
+            mlp_hidden=agree(walk, "feed-forward shapes", [layer.hidden for layer in layers]),
+            norm_eps=agree(walk, "norm epsilons", eps),
             block_size=self.block,
             draft_tokens=self.drafts,
             candidates=self.candidates,
@@ -489,12 +467,12 @@ class BlockReader:
             mask_token=section.mask_token,
             context_length=tables.positions,
             embedding_scale=scale,
-            conv=conv,
+            conv=agree(walk, "convolutions", [c for layer in layers for c in layer.convs]),
         )
-        self._compare(config, first["attended"].page_size)
+        self._compare(config, attended[0].page_size)
         recipes |= {("norm", "weight"): final.recipe, **tables.recipes, **extra}
         for i, layer in enumerate(layers):
-            recipes |= {("layers", i, *path): r for path, r in layer["recipes"].items()}
+            recipes |= {("layers", i, *path): r for path, r in layer.recipes.items()}
         assert walk.dtype is not None
         return DrafterPlan(config, recipes, walk.dtype, aux_type, table, head)
 

@@ -34,8 +34,8 @@ small model are below; one by one their page faults take as long as the transpos
 
 
 def abstract(
-    module: type[nnx.Module], config: TargetConfig | DrafterConfig, dtype: DTypeLike
-) -> nnx.Module:
+    module: Callable[..., nnx.Module], config: TargetConfig | DrafterConfig, dtype: DTypeLike
+) -> Any:
     """``module(config)`` with shapes and dtypes in place of arrays.
 
     Traced is a smaller module: rotary tables of one position, which are numpy and would be computed
@@ -43,13 +43,14 @@ def abstract(
     the weights of a small model. Tables and layers are then widened to those of ``config``; a test
     holds the result equal to the honest one.
     """
-    small = dataclasses.replace(config, context_length=1)
-    if isinstance(small, TargetConfig):
-        small = dataclasses.replace(small, layers=tuple(dict.fromkeys(small.layers)))
+    small: Any = dataclasses.replace(config, context_length=1)
+    if isinstance(config, TargetConfig):
+        small = dataclasses.replace(small, layers=tuple(dict.fromkeys(config.layers)))
     made: Any = nnx.eval_shape(lambda: module(small, dtype=dtype, rngs=nnx.Rngs(0)))
     if isinstance(config, TargetConfig):
-        traced = dict(zip(small.layers, made.layers, strict=True))
+        traced: dict[str, Any] = dict(zip(small.layers, made.layers, strict=True))
         made.layers = nnx.List([nnx.clone(traced[kind]) for kind in config.layers])
+    part: Any
     for _, part in nnx.iter_modules(made):
         if getattr(part, "config", None) == small:
             part.config = config

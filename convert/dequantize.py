@@ -20,6 +20,9 @@ Array = np.ndarray
 _CHUNK_VALUES = 1 << 20
 """Values worked on at once: the indices of a chunk take eight times that many bytes."""
 
+_CARRIERS = {4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""A numpy type of as many bytes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -110,7 +113,9 @@ def _scaled(
     packed: Array, scales: Array, zeros: Array | None, table: Array, blocks: Blocks
 ) -> Array:
     n = len(packed)
-    values = table[packed].reshape(n, -1)  # [n, stored values]
+    # One fetch a byte: the numbers it holds travel as one element of their joint size.
+    joint = table.view(_CARRIERS[table[0].nbytes])[:, 0]
+    values = np.take(joint, packed).view(np.float32).reshape(n, -1)  # [n, stored values]
     whole = blocks.count * blocks.block
     if values.shape[1] < whole:
         values = np.pad(values, ((0, 0), (0, whole - values.shape[1])))

@@ -8,7 +8,7 @@ from convert.artifact import ArtifactConfig, DrafterSection
 from convert.block import BlockReader, DrafterPlan
 from convert.errors import ArtifactError, Problems
 from convert.graph import FLOAT, Graph, Tensor
-from convert.parts import Norm, Recipes, cast, linear, rms_norm
+from convert.parts import Recipes, cast, linear, rms_norm
 from convert.pieces import Plain, Recipe
 from convert.walk import Call, axis_of
 from jaxdraft.config import ConvConfig
@@ -131,7 +131,7 @@ class _DFlash2Reader(BlockReader):
         return rows, base, added["b"]
 
     def convolution(
-        self, name: str, prepare: object, finish: object, rows: Norm
+        self, name: str, prepare: object, finish: object
     ) -> tuple[ConvConfig | None, Recipes]:
         """Both sides: their deltas are the cuts of one projection of the normed rows."""
         assert isinstance(prepare, _Side) and isinstance(finish, _Side)

@@ -53,13 +53,6 @@ class Problems(list[ArtifactError]):
         """Add one."""
         self.append(ArtifactError(file, where, found, expected))
 
-    def equal(self, file: object, where: str, found: Any, expected: Any) -> bool:
-        """Report unless the two are equal; say whether they are."""
-        same = found == expected
-        if not same:
-            self.report(file, where, found, expected)
-        return same
-
     def raise_any(self) -> None:
         """Raise them all as one error, if there are any."""
         if self:

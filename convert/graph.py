@@ -39,7 +39,7 @@ FLOAT, UINT8, FLOAT16, BFLOAT16 = (
 )
 INT32, INT64 = TensorProto.INT32, TensorProto.INT64
 INT4, UINT4 = TensorProto.INT4, TensorProto.UINT4
-FLOATS = {
+FLOATS: dict[int, np.dtype] = {
     FLOAT: np.dtype(np.float32),
     FLOAT16: np.dtype(np.float16),
     BFLOAT16: np.dtype(ml_dtypes.bfloat16),
@@ -52,7 +52,7 @@ _DTYPES: dict[int, np.dtype] = {
     INT32: np.dtype(np.int32),
     INT64: np.dtype(np.int64),
 }
-_NIBBLES = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
+_NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
 
 
 def type_name(data_type: int) -> str:
@@ -462,7 +462,7 @@ def _count(text: str, where: str, file: str) -> int:
     return int(text)
 
 
-_FIELDS = {
+_FIELDS: dict[int, str] = {
     FLOAT: "float_data",
     FLOAT16: "int32_data",
     BFLOAT16: "int32_data",

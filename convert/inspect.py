@@ -201,9 +201,8 @@ def _notes(plan: Plan, has_drafter: bool) -> list[str]:
     ):
         notes.append("the target has outputs for a drafter, and the artifact has none")
     if drafter is not None and drafter.config.context_length < plan.context_length:
-        notes.append(
-            f"no drafts past position {drafter.config.context_length}: the drafter's rotary tables end"
-        )
+        end = drafter.config.context_length
+        notes.append(f"no drafts past position {end}, where the drafter's rotary tables end")
     return notes
 
 

@@ -9,12 +9,14 @@ from convert.graph import FLOAT, INT64, Graph
 from convert.parts import (
     Io,
     Recipes,
+    agree,
     attention,
     cast,
     embedding,
     feed_forward,
     io_input,
     linear,
+    lone,
     rms_norm,
 )
 from convert.pieces import Recipe
@@ -55,26 +57,20 @@ def plan_mtp(
     mixer = attention(walk, post.skip, io, 0, width)
     before = rms_norm(walk, mixer.source, width)
     walk.same("the residual stream", post.source, before.sum)
-    if before.skip:
-        raise ArtifactError(walk.file, "layer 0", "further layers before it", "one layer")
-    pair, fc = linear(walk, before.source, 2 * width, width)
+    pair, fc = linear(walk, lone(walk, before), 2 * width, width)
     joined = walk.take(pair, "Concat")
     if axis_of(joined, len(io.rows) + 1) != len(io.rows) or len(joined.inputs) != 2:
         raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on the last axis")
     embedding_norm = rms_norm(walk, joined["0"], width)
     hidden_norm = rms_norm(walk, joined["1"], width)
     hidden = io_input(walk, io, "hidden_states", target_dtype or FLOAT, (*io.rows, width))
-    walk.same("the rows of hidden_norm", hidden_norm.source, hidden)
-    if embedding_norm.skip or hidden_norm.skip:
-        raise ArtifactError(walk.file, joined.node.label, "a sum before a norm", "none")
+    walk.same("the rows of hidden_norm", lone(walk, hidden_norm), hidden)
     ids = io_input(walk, io, "input_ids", INT64, io.rows)
-    table = embedding(walk, embedding_norm.source, ids, vocab, width)
+    table = embedding(walk, lone(walk, embedding_norm), ids, vocab, width)
     walk.finish()
 
     norms = (embedding_norm, hidden_norm, before, post, final)
-    eps = {norm.eps for norm in norms}
-    if len(eps) != 1:
-        raise ArtifactError(walk.file, "norm epsilons", sorted(eps), "one")
+    eps = agree(walk, "norm epsilons", [norm.eps for norm in norms])
     tables = mixer.tables
     if tables is None:
         raise ArtifactError(walk.file, "layer 0", "no rotation", "rotary tables")
@@ -92,7 +88,7 @@ def plan_mtp(
         width=width,
         attention=mixer.config,
         mlp=feed.config,
-        norm_eps=final.eps,
+        norm_eps=eps,
         context_length=tables.positions,
     )
     recipes: Recipes = {

@@ -8,12 +8,12 @@ parser over the edges of the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from convert.artifact import Names
+from convert.artifact import CONFIG, Names
 from convert.dequantize import Blocks
 from convert.errors import ArtifactError
 from convert.graph import (
@@ -37,6 +37,8 @@ from convert.pieces import (
 )
 from convert.walk import Call, Walk, axis_of
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig, DeltaNetConfig, MlpConfig, MoeConfig
+
+T = TypeVar("T")
 
 Layout = Literal["dense", "paged"]
 Recipes = dict[tuple[str | int, ...], Recipe]
@@ -172,10 +174,11 @@ def _gather_quantized(walk: Walk, call: Call, vocab: int, width: int) -> Quantiz
         packed = walk.tensor(reshape["data"], where, shape=shape, dtypes=(UINT8,))
     else:
         stored = walk.graph.initializers.get(name)
-        typed = stored is not None and stored.data_type in (INT4, UINT4)
+        data_type = stored.data_type if stored else UINT8
+        typed = data_type in (INT4, UINT4)
         bits = 4 if typed else call.attributes["bits"]
         _check_block(walk, label, block, bits)
-        signed = typed and stored.data_type == INT4
+        signed = data_type == INT4
         # A typed table has no implied zero point; a table of bytes has the middle of its range.
         zero = 0 if typed else 1 << (bits - 1)
         blocks = Blocks(bits, block, width, zero=zero, signed=signed)
@@ -236,6 +239,28 @@ def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
     walk.outputs(call, [value, "", "", total] if total else [value])
     weight = walk.weight(call["gamma"], where, (width,))
     return Norm(call["input"], call["skip"], total, weight, eps)
+
+
+def agree(walk: Walk, what: str, values: Sequence[T]) -> T:
+    """The one value that all layers have; the module has one description for all of them."""
+    for i, value in enumerate(values):
+        if value != values[0]:
+            raise ArtifactError(
+                walk.file, what, f"{value} (number {i})", f"{values[0]}, as the first"
+            )
+    return values[0]
+
+
+def lone(walk: Walk, norm: Norm) -> str:
+    """The input of a norm to which nothing was added."""
+    if norm.skip:
+        raise ArtifactError(
+            walk.file,
+            f"initializer {norm.weight.name}",
+            "a norm of a sum",
+            "one of its input alone",
+        )
+    return norm.source
 
 
 # Feed-forward.
@@ -386,6 +411,18 @@ def _zero_bias(walk: Walk, name: str, where: str, shape: tuple[int, int]) -> Non
         if np.any(bias.read()):
             raise ArtifactError(walk.file, where, "numbers that are not zero", "zeros, or no bias")
         bias.release()
+
+
+_MIXERS = ("GroupQueryAttention", "PagedAttention", "LinearAttention", "GatedDeltaNet")
+
+
+def count_layers(walk: Walk, configured: int, where: str) -> None:
+    """The graph has as many layers as the configuration says: one mixer each."""
+    found = sum(node.op in _MIXERS for node in walk.graph.nodes)
+    if found != configured:
+        raise ArtifactError(
+            CONFIG, f"{where}.num_hidden_layers", configured, f"{found}, the layers of {walk.file}"
+        )
 
 
 # Attention.

@@ -136,7 +136,7 @@ def plan_artifact(folder: Path, dtype: DTypeLike | None = None) -> Plan:
 
 def _shell(
     graph: Graph,
-    module: type[nnx.Module],
+    module: Callable[..., nnx.Module],
     config: TargetConfig | DrafterConfig,
     recipes: Recipes,
     dtype: DTypeLike,

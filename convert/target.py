@@ -18,13 +18,16 @@ from convert.parts import (
     Mixer,
     Norm,
     Recipes,
+    agree,
     attention,
     cast,
+    count_layers,
     delta_net,
     embedding,
     feed_forward,
     io_input,
     linear,
+    lone,
     rms_norm,
 )
 from convert.pieces import Matrix, Quantized, Recipe
@@ -169,26 +172,13 @@ class _TargetReader:
     def _layers(self, final: Norm) -> tuple[list[_Layer], str]:
         """All layers, and the value that enters the first."""
         count = self.decoder.layers
+        count_layers(self.walk, count, "model.decoder")
         layers: list[_Layer] = []
         norm = final
         for layer in reversed(range(count)):
-            if not norm.skip:
-                raise ArtifactError(
-                    self.walk.file,
-                    f"layer {layer}",
-                    f"{layer + 1} layers fewer in the graph",
-                    f"{count}, of {CONFIG}: model.decoder.num_hidden_layers",
-                )
             layers.append(self._layer(layer, norm, last=layer == count - 1))
             norm = layers[-1].input_norm
-        if norm.skip:
-            raise ArtifactError(
-                self.walk.file,
-                "layer 0",
-                "further layers before it",
-                f"{count}, of {CONFIG}: model.decoder.num_hidden_layers",
-            )
-        return layers[::-1], norm.source
+        return layers[::-1], lone(self.walk, norm)
 
     def _layer(self, layer: int, after: Norm, *, last: bool) -> _Layer:
         walk = self.walk
@@ -246,19 +236,20 @@ class _TargetReader:
     ) -> TargetPlan:
         walk = self.walk
         tied = self._tied(table, head)
-        tables = self._one("rotary tables", [x.mixer.tables for x in layers if x.mixer.tables])
-        attention_config = self._one_config(layers, AttentionConfig)
-        delta_config = self._one_config(layers, DeltaNetConfig)
-        feeds = [layer.feed.config for layer in layers]
+        used = [layer.mixer.tables for layer in layers if layer.mixer.tables]
+        tables = agree(walk, "rotary tables", used) if used else None
+        mixers = [layer.mixer.config for layer in layers]
+        attentions = [c for c in mixers if isinstance(c, AttentionConfig)]
+        deltas = [c for c in mixers if isinstance(c, DeltaNetConfig)]
         eps = [n.eps for x in layers for n in (x.input_norm, x.post_norm)] + [final.eps]
         target = TargetConfig(
             vocab_size=self.config.vocab_size,
             width=self.width,
             layers=tuple(layer.kind for layer in layers),
-            attention=attention_config,
-            delta_net=delta_config,
-            mlp=self._one("feed-forward shapes", feeds),
-            norm_eps=self._one("norm epsilons", eps),
+            attention=agree(walk, "shapes of layers", attentions) if attentions else None,
+            delta_net=agree(walk, "shapes of layers", deltas) if deltas else None,
+            mlp=agree(walk, "feed-forward shapes", [layer.feed.config for layer in layers]),
+            norm_eps=agree(walk, "norm epsilons", eps),
             tied=tied,
             context_length=tables.positions if tables else self.config.context_length,
             taps=taps,
@@ -297,28 +288,15 @@ class _TargetReader:
             )
         return True
 
-    def _one(self, what: str, values: list) -> object:
-        if not values:
-            return None
-        for i, value in enumerate(values[1:], start=1):
-            if value != values[0]:
-                raise ArtifactError(
-                    self.walk.file, what, f"{value} (number {i})", f"{values[0]}, as the first"
-                )
-        return values[0]
-
-    def _one_config(self, layers: list[_Layer], kind: type) -> object:
-        found = [layer.mixer.config for layer in layers if isinstance(layer.mixer.config, kind)]
-        return self._one(f"shapes of layers ({kind.__name__})", found)
-
     def _compare(self, target: TargetConfig) -> None:
         """The configuration says the same as the graph."""
         decoder = self.decoder
 
         def equal(key: str, configured: object, graph: object) -> None:
-            self.problems.equal(
-                CONFIG, f"model.decoder.{key}", configured, f"{graph}, of {self.walk.file}"
-            ) if configured != graph else None
+            if configured != graph:
+                self.problems.report(
+                    CONFIG, f"model.decoder.{key}", configured, f"{graph}, of {self.walk.file}"
+                )
 
         if target.attention is not None:
             equal("num_attention_heads", decoder.heads, target.attention.heads)

@@ -147,7 +147,8 @@ OPERATORS: dict[str, Operator] = {
     "GroupQueryAttention": Operator(
         MICROSOFT,
         "query key? value? past_key past_value seqlens_k total_sequence_length"
-        " cos_cache? sin_cache? position_ids! attention_bias! head_sink! k_scale! v_scale! q_norm_weight? k_norm_weight?",
+        " cos_cache? sin_cache? position_ids! attention_bias! head_sink! k_scale! v_scale!"
+        " q_norm_weight? k_norm_weight?",
         {
             **_ATTENTION,
             "smooth_softmax": Attribute(int, 0, (0, -1)),
@@ -201,8 +202,8 @@ OPERATORS: dict[str, Operator] = {
     "PagedAttention": Operator(
         MICROSOFT,
         "query key? value? key_cache value_cache cumulative_sequence_length past_seqlens"
-        " block_table cos_cache? sin_cache? slot_mapping! head_sink! q_norm_weight? k_norm_weight? k_scale!"
-        " v_scale! attention_metadata?",
+        " block_table cos_cache? sin_cache? slot_mapping! head_sink! q_norm_weight? k_norm_weight?"
+        " k_scale! v_scale! attention_metadata?",
         {**_ATTENTION, "is_causal": Attribute(int, 1, (0, 1))},
     ),
     "QMoE": Operator(
