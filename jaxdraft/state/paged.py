@@ -1,17 +1,19 @@
-"""Keys and values in pages: an immutable pool, a table a row, and the only functions that write them.
+"""Keys and values in pages: an immutable pool, a table a row, and the only functions that write.
 
-A pool holds P pages of Z slots for every layer. Row b owns the pages ``table[b, :]``; its position p
-lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length[b]`` are committed; what
-lies at or past it is scratch that the next write overwrites and no mask lets through.
+A pool holds P pages of Z slots for every layer. Row b owns the pages ``table[b, :]``; its position
+p lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length[b]`` are committed;
+what lies at or past it is scratch that the next write overwrites and no mask lets through.
 
-Pages are kept as ``[P, G, Z, H]``, heads before slots: every product of attention then has its batch
-dimensions in front and reads a page as it lies (``experiments/step_time.py`` has the difference).
+Pages are kept as ``[P, G, Z, H]``, heads before slots: every product of attention then has its
+batch dimensions in front and reads a page as it lies (``experiments/step_time.py`` has the
+difference).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -21,6 +23,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
+
+if TYPE_CHECKING:
+    from jaxdraft.state.ring import Ring
 
 CHUNK = 128
 """Slots a pass of attention reads at a time."""
@@ -126,19 +131,24 @@ class PagedPool:
             head_dim=head_dim,
             dtype=dtype,
         )
-        return pool.replace(
+        return replace(
+            pool,
             table=jnp.arange(batch, dtype=jnp.int32)[:, None],
             free_count=jnp.asarray(0, jnp.int32),
             dense=True,
         )
 
 
-def owned(pool: PagedPool) -> jax.Array:
+AnyPool = TypeVar("AnyPool", bound="PagedPool | Ring")
+"""Tables over a stack of free pages: all that :func:`grow` and :func:`release` look at."""
+
+
+def owned(pool: PagedPool | Ring) -> jax.Array:
     """Pages each row owns, [B] int32."""
     return jnp.sum(pool.table != NO_PAGE, axis=1, dtype=jnp.int32)
 
 
-def grow(pool: PagedPool, positions: jax.Array) -> tuple[PagedPool, jax.Array]:
+def grow(pool: AnyPool, positions: jax.Array) -> tuple[AnyPool, jax.Array]:
     """Give every row the pages that ``positions[b]`` positions need, or none.
 
     Rows are served in order; a row that does not get all it needs takes nothing and blocks nobody.
@@ -171,10 +181,10 @@ def grow(pool: PagedPool, positions: jax.Array) -> tuple[PagedPool, jax.Array]:
     nth = column - have[:, None]
     new = (nth >= 0) & (nth < taken[:, None])
     page = jnp.take(pool.free, top[:, None] - 1 - nth, mode="clip")
-    return pool.replace(table=jnp.where(new, page, pool.table), free_count=left), granted
+    return replace(pool, table=jnp.where(new, page, pool.table), free_count=left), granted
 
 
-def release(pool: PagedPool, rows: jax.Array) -> PagedPool:
+def release(pool: AnyPool, rows: jax.Array) -> AnyPool:
     """Give back every page of the rows where ``rows`` [B] is true; they start again at position 0.
 
     Releasing a row that owns nothing changes nothing.
@@ -184,7 +194,8 @@ def release(pool: PagedPool, rows: jax.Array) -> PagedPool:
     # Each page goes to its own entry above the top of the stack; the others are dropped.
     place = pool.free_count + jnp.cumsum(back.reshape(-1)).reshape(back.shape) - 1
     free = pool.free.at[jnp.where(back, place, NO_PAGE)].set(pool.table, mode="drop")
-    return pool.replace(
+    return replace(
+        pool,
         free=free,
         free_count=pool.free_count + jnp.sum(back, dtype=jnp.int32),
         table=jnp.where(rows[:, None], NO_PAGE, pool.table),
@@ -216,7 +227,8 @@ def write(
         page, slot = _addresses(pool, keys.shape[1], count)
         new_keys = _scatter(pool.keys[layer], keys, page, slot)
         new_values = _scatter(pool.values[layer], values, page, slot)
-    return pool.replace(
+    return replace(
+        pool,
         keys=(*pool.keys[:layer], new_keys, *pool.keys[layer + 1 :]),
         values=(*pool.values[:layer], new_values, *pool.values[layer + 1 :]),
     )
@@ -239,7 +251,7 @@ def _write_slices(pages: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Ar
 
 
 def _addresses(pool: PagedPool, steps: int, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of positions ``length + t``, [B, T] each; NO_PAGE for what must not be written."""
+    """Page and slot of positions ``length + t``, [B, T] each; NO_PAGE: must not be written."""
     step = jnp.arange(steps)[None]
     position = pool.length[:, None] + step
     column = position // pool.page_size
@@ -282,16 +294,12 @@ def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Sour
     return Source(read, -(-jnp.max(length, initial=0) // size), chunks)
 
 
-def _table_source(
-    pool: PagedPool, keys: jax.Array, values: jax.Array, length: jax.Array
-) -> Source:
+def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: jax.Array) -> Source:
     columns = pool.table.shape[1]
     take = max(1, min(columns, CHUNK // pool.page_size))
     chunks = -(-columns // take)
     size = take * pool.page_size
-    table = jnp.pad(
-        pool.table, ((0, 0), (0, chunks * take - columns)), constant_values=NO_PAGE
-    )
+    table = jnp.pad(pool.table, ((0, 0), (0, chunks * take - columns)), constant_values=NO_PAGE)
 
     def read(index: jax.Array) -> Chunk:
         page = lax.dynamic_slice_in_dim(table, index * take, take, axis=1)  # [B, take]

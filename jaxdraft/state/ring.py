@@ -1,14 +1,16 @@
 """A bounded window of keys and values: R pages a row, used round and round.
 
-Position p of a row lives in column ``(p // Z) % R`` of its table, so a ring of ``W = R * Z`` slots always
-holds the last W positions. What a query may see is decided by positions, never by slots: a query
-at position q sees keys in ``(q - window, ...]``, itself counted.
+Position p of a row lives in column ``(p // Z) % R`` of its table, so a ring of ``W = R * Z`` slots
+always holds the last W positions. What a query may see is decided by positions, never by slots: a
+query at position q sees keys in ``(q - window, ...]``, itself counted.
 
 Only rows made from committed hidden states enter a ring. The drafter's block attends to its own
 keys beside the ring and leaves nothing in it, so no rejected row can ever be read back.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import chex
 import jax
@@ -17,27 +19,25 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
+from jaxdraft.state import paged
+from jaxdraft.state.budget import ring_pages
 from jaxdraft.state.paged import Chunk, Source, hide
-
-
-def ring_pages(window: int, block: int, page_size: int) -> int:
-    """R: pages of one row's ring, ``ceil((window + 2 * block) / Z) + 1``.
-
-    A block's queries reach ``window - 1`` positions back; the rest of the reservation (the block's own
-    rows, a block of ingested rows, a partly used page) is the reference runtime's, and
-    :mod:`jaxdraft.state.budget` bills it.
-    """
-    return -(-(window + 2 * block) // page_size) + 1
 
 
 @struct.dataclass
 class Ring:
-    """Rings of all rows, for every layer."""
+    """Rings for every layer: one a row for good, or a pool of them that rows take and give back.
+
+    A pool is the same pages behind a table that :func:`admit` fills from a stack, a whole ring at a
+    time, and :func:`jaxdraft.state.paged.release` blanks. Its laws are those of a paged pool.
+    """
 
     keys: tuple[jax.Array, ...]  # L x [P, G, Z, H]
     values: tuple[jax.Array, ...]  # L x [P, G, Z, H]
     table: jax.Array  # [B, R] int32, NO_PAGE where a row has no ring
     length: jax.Array  # [B] int32, positions ingested so far
+    free: jax.Array  # [P] int32: entries below free_count are the free pages
+    free_count: jax.Array  # [] int32
     window: int = struct.field(pytree_node=False)
     dense: bool = struct.field(pytree_node=False, default=False)
     """Row b owns pages b * R .. b * R + R - 1: no table needs to be read."""
@@ -46,6 +46,11 @@ class Ring:
     def page_size(self) -> int:
         """Z."""
         return self.keys[0].shape[2]
+
+    @property
+    def pages(self) -> int:
+        """P."""
+        return self.free.shape[0]
 
     @property
     def slots(self) -> int:
@@ -66,16 +71,76 @@ class Ring:
         dtype: DTypeLike,
     ) -> Ring:
         """A ring for every row, empty."""
-        pages = ring_pages(window, block, page_size)
-        shape = (batch * pages, kv_heads, page_size, head_dim)
+        ring = cls.pool(
+            layers=layers,
+            batch=batch,
+            rings=batch,
+            window=window,
+            block=block,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        return replace(
+            ring,
+            table=jnp.arange(ring.pages, dtype=jnp.int32).reshape(ring.table.shape),
+            free_count=jnp.asarray(0, jnp.int32),
+            dense=True,
+        )
+
+    @classmethod
+    def pool(
+        cls,
+        *,
+        layers: int,
+        batch: int,
+        rings: int,
+        window: int,
+        block: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+    ) -> Ring:
+        """``rings`` rings of R pages, all free; no row has one.
+
+        Args:
+          layers: L.
+          batch: B; more rows than rings are fine, some will find none.
+          rings: rings in the pool.
+          window: positions a query sees, itself counted.
+          block: query rows of a block, Q.
+          page_size: Z.
+          kv_heads: G.
+          head_dim: H.
+          dtype: of keys and values.
+        """
+        columns = ring_pages(window, block, page_size)
+        pages = rings * columns
+        shape = (pages, kv_heads, page_size, head_dim)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-            table=jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages),
+            table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
+            # The stack is taken from its end, so page 0 goes out first.
+            free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
+            free_count=jnp.asarray(pages, jnp.int32),
             window=window,
-            dense=True,
         )
+
+
+def admit(ring: Ring, rows: jax.Array) -> tuple[Ring, jax.Array]:
+    """Give a ring to every row where ``rows`` [B] is true: all of its pages, or none.
+
+    Rows are served in order; one that has a ring keeps it.
+
+    Returns:
+      The rings, and [B] bool: false where a row asked and no ring was left.
+    """
+    # A whole ring is what `slots` positions need: R pages, since a row owns either all or none.
+    return paged.grow(ring, jnp.where(rows, ring.slots, 0))
 
 
 def write(
@@ -87,9 +152,9 @@ def write(
 ) -> Ring:
     """Take in rows ``t < count[b]`` at positions ``first[b] + t`` and move ``length`` behind them.
 
-    Rows that no later query can reach (more than ``window - 1`` before the new end) are dropped. What
-    is left is at most ``window - 1 <= W`` rows, so no two land in one slot, and the result does not
-    depend on the order of a scatter (jax-ml/jax#12359).
+    Rows that no later query can reach (more than ``window - 1`` before the new end) are dropped.
+    What is left is at most ``window - 1 <= W`` rows, so no two land in one slot, and the result
+    does not depend on the order of a scatter (jax-ml/jax#12359).
 
     Args:
       ring: the rings.
@@ -114,7 +179,8 @@ def write(
     def put(pages: jax.Array, rows: jax.Array) -> jax.Array:
         return pages.at[page, :, offset].set(rows.astype(pages.dtype), mode="drop")
 
-    return ring.replace(
+    return replace(
+        ring,
         keys=tuple(map(put, ring.keys, keys)),
         values=tuple(map(put, ring.values, values)),
         length=jnp.where(count > 0, end, ring.length),
@@ -122,7 +188,7 @@ def write(
 
 
 def source(ring: Ring, layer: int) -> Source:
-    """Everything one layer's rings hold, as attention reads it (the window is attention's to apply)."""
+    """All that one layer's rings hold, as attention reads it, which applies the window."""
     batch, pages = ring.table.shape
     slot = jnp.arange(ring.slots, dtype=jnp.int32)[None]
     # The last position below `length` that lives in this slot, negative if there was none yet.
@@ -142,3 +208,6 @@ def source(ring: Ring, layer: int) -> Source:
         return hide(keys, values, position)
 
     return Source(read, jnp.asarray(1, jnp.int32), 1)
+
+
+__all__ = ["Ring", "admit", "ring_pages", "source", "write"]

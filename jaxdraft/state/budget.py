@@ -1,0 +1,491 @@
+"""Bytes into pages: what fits in a memory, exactly. Plain Python integers, and no array anywhere.
+
+What is billed, for ``max_batch`` rows and pages of Z slots::
+
+    weights      bytes of all parameters, shared arrays once
+    recurrent    max_batch * sum over delta-net layers of
+                   (Hv * Dk * Dv * 4 + (W - 1) * channels * itemsize)
+    a page       2 * L * Z * G * H * itemsize          keys and values of all attention layers
+    a ring       R pages of the drafter, R = ceil((window + 2 * block) / Z) + 1
+    spill        ceil(block / Z) pages of the drafter a row, when its attention is not windowed
+
+A windowed drafter is paid before the target's pool is sized: ``max_batch`` rings, whatever the
+context. One that sees everything mirrors the target's pages: every target page is billed with a
+page of the drafter, and its spill pages are paid before. An MTP head mirrors too, without spill.
+What is left is divided::
+
+    pages = floor((memory - weights - recurrent - rings or spill) / (target page + mirrored page))
+
+Not billed: page tables and the stack of free pages (4 bytes an entry), and what lives only during a
+step (activations, logits, capsules), which depends on the compiler.
+
+Source: the memory model of onnxruntime-genai's dynamic batching (microsoft/onnxruntime-genai#2490,
+#2497).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from fractions import Fraction
+from typing import Any
+
+from jaxdraft.config import DeltaNetConfig
+
+SLOTS = 2**31
+"""Page ids and slots are int32: a pool has fewer slots than this."""
+
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
+
+# --------------------------------------------------------------------------- units
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes of ``memory``.
+
+    Strict: a number without a unit is an ``int``, a string has one of B, KB, MB, GB, TB (powers of
+    1000), KiB, MiB, GiB, TiB (powers of 1024), written like that; ``"1.5GiB"`` is fine because it
+    is a whole number of bytes.
+
+    Raises:
+      ValueError: anything else, or not a positive number of bytes.
+    """
+    if isinstance(memory, str):
+        found = _SIZE.fullmatch(memory)
+        if found is None or found[2] not in _UNITS:
+            raise ValueError(
+                f"memory is {memory!r}; expected bytes, or a number with one of the units "
+                f"{', '.join(_UNITS)}, like '12GiB'"
+            )
+        size = Fraction(found[1]) * _UNITS[found[2]]
+        if size.denominator != 1:
+            raise ValueError(f"memory is {memory!r}: {float(size)} bytes is not a whole number")
+        memory = int(size)
+    return whole("memory", memory)
+
+
+def format_bytes(size: int) -> str:
+    """``size`` for people, in powers of 1024 and rounded: ``"40.6 MiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def whole(name: str, value: Any, low: int = 1) -> int:
+    """``value`` as a Python integer of at least ``low``.
+
+    Raises:
+      ValueError: it is not an integer (a boolean is none), or less.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} is {value!r}; expected an integer")
+    value = int(value.__index__())
+    if value < low:
+        raise ValueError(f"{name} is {value}; expected at least {low}")
+    return value
+
+
+# --------------------------------------------------------------------------- what things cost
+
+
+def page_count(positions: int, page_size: int) -> int:
+    """Pages that hold ``positions`` positions.
+
+    Example, Z = 8: a prompt of 16 and 16 new tokens need ``ceil(32 / 8)`` = 4 pages. A verify
+    window never passes the tokens a row may still emit, so nothing is added for drafts.
+    """
+    return -(-positions // page_size)
+
+
+def ring_pages(window: int, block: int, page_size: int) -> int:
+    """R: pages of one row's ring, ``ceil((window + 2 * block) / Z) + 1``.
+
+    A block's queries reach ``window - 1`` positions back; the rest of the reservation (the block's
+    own rows, a block of ingested rows, a partly used page) is the reference runtime's.
+    """
+    return page_count(window + 2 * block, page_size) + 1
+
+
+def check_slots(name: str, pages: int, page_size: int) -> int:
+    """The slots of a pool.
+
+    Raises:
+      ValueError: more than int32 can number.
+    """
+    slots = pages * page_size
+    if slots >= SLOTS:
+        raise ValueError(
+            f"{name}: {pages} pages of {page_size} slots are {slots} slots; "
+            f"int32 numbers fewer than {SLOTS}"
+        )
+    return slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Keys and values of some attention layers.
+
+    Attributes:
+      layers: L.
+      kv_heads: G.
+      head_dim: H.
+      itemsize: bytes of one number.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        whole("layers", self.layers, 0)
+        for name in ("kv_heads", "head_dim", "itemsize"):
+            whole(name, getattr(self, name))
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
+        return 2 * self.layers * page_size * self.kv_heads * self.head_dim * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Windowed:
+    """A drafter with a window: a ring a row, and nothing per target page.
+
+    Attributes:
+      cache: what it keeps.
+      window: positions a query sees.
+      block: query rows of its block, Q.
+    """
+
+    cache: Cache
+    window: int
+    block: int
+
+    def __post_init__(self) -> None:
+        whole("window", self.window)
+        whole("block", self.block)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mirrored:
+    """A drafter that sees everything: a page beside every page of the target.
+
+    Attributes:
+      cache: what it keeps.
+      block: query rows of its block, whose keys spill past the row's last page; 0: no block (MTP).
+    """
+
+    cache: Cache
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        whole("block", self.block, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Any other drafter: bytes of its whole state, paid before the first page."""
+
+    bytes: int
+
+    def __post_init__(self) -> None:
+        whole("bytes", self.bytes, 0)
+
+
+DrafterCost = Windowed | Mirrored | Fixed
+
+
+def recurrent_bytes(config: DeltaNetConfig, layers: int, itemsize: int) -> int:
+    """Bytes a row of the delta-net layers' state: float32, its convolution rows as activations."""
+    state = config.value_heads * config.key_dim * config.value_dim * 4
+    conv = (config.conv_width - 1) * config.channels * itemsize
+    return layers * (state + conv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Everything about a model that costs memory.
+
+    Attributes:
+      weights: bytes of all parameters.
+      target: the target's attention layers; zero of them: memory does not limit its pages.
+      recurrent_row: bytes a row of its delta-net layers.
+      drafter: how the drafter is billed, if there is one.
+    """
+
+    weights: int
+    target: Cache
+    recurrent_row: int = 0
+    drafter: DrafterCost | None = None
+
+    def __post_init__(self) -> None:
+        whole("weights", self.weights, 0)
+        whole("recurrent_row", self.recurrent_row, 0)
+
+
+# --------------------------------------------------------------------------- the division
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Term:
+    """One line of a plan.
+
+    Attributes:
+      name: what is paid for.
+      count: how many of them.
+      each: bytes of one.
+      why: the formula with its numbers.
+    """
+
+    name: str
+    count: int
+    each: int
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """``count * each``."""
+        return self.count * self.each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What fits, and why. Exact.
+
+    Attributes:
+      costs: the model.
+      memory: bytes given; None when pages were.
+      max_batch: rows that can be active.
+      context: positions of the longest sequence.
+      page_size: Z.
+      pages: P, pages of the target's pool.
+    """
+
+    costs: Costs
+    memory: int | None
+    max_batch: int
+    context: int
+    page_size: int
+    pages: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions the target's pool holds."""
+        return self.pages * self.page_size
+
+    @property
+    def row_pages(self) -> int:
+        """Pages of a row at full context, and columns M of its table."""
+        return page_count(self.context, self.page_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows that can be at full context at once, at most ``max_batch``; 0: not one."""
+        return min(self.max_batch, self.pages // self.row_pages)
+
+    @property
+    def target_page_bytes(self) -> int:
+        """Bytes of a target page alone."""
+        return self.costs.target.page_bytes(self.page_size)
+
+    @property
+    def mirror_page_bytes(self) -> int:
+        """Bytes of the drafter page beside every target page; 0 for a ring, or no drafter."""
+        drafter = self.costs.drafter
+        return drafter.cache.page_bytes(self.page_size) if isinstance(drafter, Mirrored) else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a target page and what mirrors it."""
+        return self.target_page_bytes + self.mirror_page_bytes
+
+    @property
+    def ring_pages(self) -> int:
+        """R, pages of a row's ring; 0 unless the drafter is windowed."""
+        drafter = self.costs.drafter
+        if not isinstance(drafter, Windowed):
+            return 0
+        return ring_pages(drafter.window, drafter.block, self.page_size)
+
+    @property
+    def spill_pages(self) -> int:
+        """Spill pages of a row; 0 unless the drafter mirrors and has a block."""
+        drafter = self.costs.drafter
+        return page_count(drafter.block, self.page_size) if isinstance(drafter, Mirrored) else 0
+
+    @property
+    def drafter_pages(self) -> int:
+        """Pages of the drafter's own pool: its rings, or the mirrored pages and the spill."""
+        mirrored = self.pages if isinstance(self.costs.drafter, Mirrored) else 0
+        return mirrored + self.max_batch * (self.ring_pages + self.spill_pages)
+
+    @property
+    def fixed(self) -> tuple[Term, ...]:
+        """What is paid before the first page."""
+        costs, drafter, rows = self.costs, self.costs.drafter, self.max_batch
+        terms = [Term(name="weights", count=1, each=costs.weights, why="all parameters")]
+        if costs.recurrent_row:
+            terms.append(
+                Term(
+                    name="recurrent state",
+                    count=rows,
+                    each=costs.recurrent_row,
+                    why=f"{rows} rows, float32 states and convolution rows",
+                )
+            )
+        if isinstance(drafter, Windowed):
+            each = drafter.cache.page_bytes(self.page_size)
+            why = (
+                f"{rows} rows of ceil(({drafter.window} + 2 * {drafter.block}) / {self.page_size}) "
+                f"+ 1 = {self.ring_pages} pages"
+            )
+            terms.append(
+                Term(name="drafter rings", count=rows * self.ring_pages, each=each, why=why)
+            )
+        elif isinstance(drafter, Mirrored) and self.spill_pages:
+            each = drafter.cache.page_bytes(self.page_size)
+            spill = f"ceil({drafter.block} / {self.page_size}) = {self.spill_pages}"
+            why = f"{rows} rows of {spill} pages"
+            terms.append(
+                Term(name="drafter spill", count=rows * self.spill_pages, each=each, why=why)
+            )
+        elif isinstance(drafter, Fixed) and drafter.bytes:
+            why = f"{rows} rows at full context"
+            terms.append(Term(name="drafter state", count=1, each=drafter.bytes, why=why))
+        return tuple(terms)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Everything that is paid for."""
+        costs = self.costs
+        paid = [
+            *self.fixed,
+            Term(
+                name="target pages",
+                count=self.pages,
+                each=self.target_page_bytes,
+                why=_page_formula(costs.target, self.page_size),
+            ),
+        ]
+        if isinstance(costs.drafter, Mirrored):
+            why = f"beside every target page, {_page_formula(costs.drafter.cache, self.page_size)}"
+            paid.append(
+                Term(name="drafter pages", count=self.pages, each=self.mirror_page_bytes, why=why)
+            )
+        return tuple(paid)
+
+    @property
+    def bytes(self) -> int:
+        """Everything together."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def left(self) -> int:
+        """Bytes of the memory that no page fits into; 0 when pages were given."""
+        return 0 if self.memory is None else self.memory - self.bytes
+
+    def facts(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON."""
+        return {
+            "memory": self.memory,
+            "max_batch": self.max_batch,
+            "context": self.context,
+            "page_size": self.page_size,
+            "pages": self.pages,
+            "tokens": self.tokens,
+            "rows_at_full_context": self.rows,
+            "target_page_bytes": self.target_page_bytes,
+            "page_bytes": self.page_bytes,
+            "bytes": self.bytes,
+            "left": self.left,
+            "terms": [dataclasses.asdict(t) | {"bytes": t.bytes} for t in self.terms],
+        }
+
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        page = f"{self.target_page_bytes} bytes"
+        if self.mirror_page_bytes:
+            page += f" alone, {self.page_bytes} with the drafter's"
+        return [
+            *(f"{t.name}: {t.bytes} bytes = {t.count} * {t.each} ({t.why})" for t in self.terms),
+            f"a page of {self.page_size} positions: {page}",
+            f"{self.pages} pages, {self.tokens} tokens; "
+            f"{self.rows} of {self.max_batch} rows at the full context of {self.context}",
+        ]
+
+
+def divide(
+    costs: Costs,
+    *,
+    memory: int | str | None = None,
+    pages: int | None = None,
+    max_batch: int,
+    context: int,
+    page_size: int,
+) -> Plan:
+    """Give the fixed parts their bytes, and cut what is left into pages.
+
+    Args:
+      costs: the model.
+      memory: bytes, or a string like ``"12GiB"``.
+      pages: P, instead of ``memory``: what do so many cost?
+      max_batch: rows that can be active.
+      context: positions of the longest sequence.
+      page_size: Z.
+
+    Raises:
+      ValueError: a size that is not a positive integer, neither or both of ``memory`` and
+        ``pages``, a memory that holds not one page, or a pool that int32 cannot number.
+    """
+    if (memory is None) == (pages is None):
+        raise ValueError(f"memory is {memory!r} and pages is {pages!r}; expected one of them")
+    plan = Plan(
+        costs=costs,
+        memory=None if memory is None else parse_memory(memory),
+        max_batch=whole("max_batch", max_batch),
+        context=whole("context", context),
+        page_size=whole("page_size", page_size),
+        pages=0 if pages is None else whole("pages", pages),
+    )
+    if plan.memory is not None:
+        plan = dataclasses.replace(plan, pages=_affordable(plan, plan.memory))
+    check_slots("the target's pool", plan.pages, plan.page_size)
+    check_slots("the drafter's pool", plan.drafter_pages, plan.page_size)
+    return plan
+
+
+def _affordable(plan: Plan, memory: int) -> int:
+    spent = 0
+    for term in plan.fixed:
+        if spent + term.bytes > memory:
+            before = f", and {spent} are spent before" if spent else ""
+            raise ValueError(
+                f"memory is {memory} bytes; {term.name}: {term.bytes} bytes needed "
+                f"({term.why}){before}"
+            )
+        spent += term.bytes
+    if not plan.page_bytes:  # no attention layer: a page costs nothing
+        return plan.max_batch * plan.row_pages
+    pages = (memory - spent) // plan.page_bytes
+    if not pages:
+        raise ValueError(
+            f"memory is {memory} bytes and {spent} are spent before the first page; the "
+            f"{memory - spent} that are left hold no page of {plan.page_bytes} bytes "
+            f"({plan.page_size} positions)"
+        )
+    return pages
+
+
+def _page_formula(cache: Cache, page_size: int) -> str:
+    return (
+        f"2 * {cache.layers} layers * {page_size} slots * {cache.kv_heads} heads * "
+        f"{cache.head_dim} wide * {cache.itemsize} bytes"
+    )
