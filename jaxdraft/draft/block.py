@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.state import paged, ring
+from jaxdraft.state.budget import check_slots, page_count, ring_pages, whole
 from jaxdraft.state.paged import PagedPool, Source
 from jaxdraft.state.ring import Ring
 
@@ -30,6 +33,8 @@ class BlockState:
 
     cache: Ring | PagedPool  # a ring when the drafter has a window, pages otherwise
     whole: jax.Array  # [B] bool: every committed row so far was ingested
+    denied: jax.Array  # [B] bool: found no ring or page; no drafts until the row is released
+    misses: jax.Array  # [] int32: how often that happened
 
     @property
     def length(self) -> jax.Array:
@@ -78,21 +83,121 @@ class BlockDrafter:
                 head_dim=a.head_dim,
                 dtype=self.dtype,
             )
-        return BlockState(cache, jnp.ones((batch,), bool))
+        return _start(cache)
+
+    def init_pool(
+        self,
+        batch: int,
+        *,
+        rings: int | None = None,
+        pages: int | None = None,
+        page_size: int,
+        columns: int | None = None,
+    ) -> BlockState:
+        """An empty state whose rows share a pool. Everything else is called as with ``init``.
+
+        A windowed drafter has ``rings`` rings: a row gets one when its first row comes in. One that
+        sees everything mirrors the target's ``pages`` pages, with ``ceil(block / Z)`` spill pages
+        a row beside them; a row takes pages as it grows. A row that finds none is *denied*: it owns
+        nothing and proposes nothing until it is released.
+
+        Args:
+          batch: B.
+          rings: rings in the pool; windowed drafters only.
+          pages: pages of the target's pool; other drafters only.
+          page_size: Z.
+          columns: M, pages of the longest row; goes with ``pages``. Default: all of them.
+
+        Raises:
+          ValueError: the arguments of the other kind of drafter, a size that is not positive, or
+            more slots than int32 can number.
+        """
+        c, a = self.config, self.config.attention
+        whole("batch", batch)
+        whole("page_size", page_size)
+        if c.windowed != (rings is not None) or c.windowed == (pages is not None):
+            kind = f"has a window of {a.window}" if c.windowed else "sees everything"
+            needs = "rings" if c.windowed else "pages"
+            raise ValueError(
+                f"the drafter {kind}: its pool is given in {needs}, but rings is {rings!r} and "
+                f"pages is {pages!r}"
+            )
+        if rings is not None:
+            if columns is not None:
+                raise ValueError(f"columns is {columns}; a ring has as many as its window needs")
+            total = whole("rings", rings) * ring_pages(a.window, c.block_size, page_size)
+            check_slots("the drafter's pool", total, page_size)
+            return _start(
+                Ring.pool(
+                    layers=c.layers,
+                    batch=batch,
+                    rings=rings,
+                    window=a.window,
+                    block=c.block_size,
+                    page_size=page_size,
+                    kv_heads=a.kv_heads,
+                    head_dim=a.head_dim,
+                    dtype=self.dtype,
+                )
+            )
+        total = whole("pages", pages) + batch * page_count(c.block_size, page_size)
+        check_slots("the drafter's pool", total, page_size)
+        return _start(
+            PagedPool.zeros(
+                layers=c.layers,
+                batch=batch,
+                pages=total,
+                page_size=page_size,
+                columns=total if columns is None else whole("columns", columns),
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                dtype=self.dtype,
+            )
+        )
+
+    def admit(self, state: BlockState, rows: jax.Array) -> BlockState:
+        """Give the rows where ``rows`` [B] is true a ring, or their first page.
+
+        ``ingest`` does it for rows that start at position 0; call it to know before. Rows come in
+        order; a row that finds nothing is denied. Rows of a fixed batch have theirs already.
+        """
+        if state.cache.dense:
+            return state
+        rows = rows & ~state.denied
+        return self._cover(state, jnp.where(rows, state.length + 1, 0))
+
+    def release(self, state: BlockState, rows: jax.Array) -> BlockState:
+        """The rows where ``rows`` [B] is true are over: all they own is free again.
+
+        They can be admitted anew, denied or not. Releasing a row twice is releasing it once.
+        """
+        chex.assert_shape(rows, state.denied.shape)
+        cache = state.cache
+        if cache.dense:  # a row keeps its pages, and forgets what they hold
+            cache = replace(cache, length=jnp.where(rows, 0, cache.length))
+        else:
+            cache = paged.release(cache, rows)
+        return replace(state, cache=cache, whole=state.whole | rows, denied=state.denied & ~rows)
 
     def ingest(self, state: BlockState, feed: Feed) -> BlockState:
         """See :meth:`jaxdraft.base.Drafter.ingest`.
 
         Rows must follow the ones ingested before, or start again at position 0. A row that does
-        neither has a hole: it takes nothing in and proposes nothing until it starts again.
+        neither has a hole: it takes nothing in and proposes nothing until it starts again. In a
+        pool, a row that starts is admitted, and one that grows takes pages; whether it wants drafts
+        in this round plays no part, so that no hole appears.
         """
         assert feed.aux is not None, "a block drafter reads the target's auxiliary states"
         chex.assert_shape(feed.aux, (None, None, self.config.aux_width))
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
-        whole = fresh | (state.whole & (follows | ~brings))
-        count = jnp.where(whole, feed.count, 0)
+        intact = fresh | (state.whole & (follows | ~brings))
+        count = jnp.where(intact, feed.count, 0)
+        if not state.cache.dense:
+            count = jnp.where(state.denied, 0, count)
+            state = self._cover(state, jnp.where(count > 0, feed.first_position + count, 0))
+            count = jnp.where(state.denied, 0, count)
         first = jnp.where(count > 0, feed.first_position, state.length)
         steps = jnp.arange(feed.aux.shape[1], dtype=jnp.int32)[None]
         # What lies past `count` may be anything, even NaN; it must not reach a product.
@@ -102,17 +207,37 @@ class BlockDrafter:
         if isinstance(cache, Ring):
             cache = ring.write(cache, keys, values, first, count)
         else:
-            cache = cache.replace(length=first)
+            cache = replace(cache, length=first)
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                 cache = paged.write(cache, layer, k, v, count)
-            cache = cache.replace(length=first + count)
-        return BlockState(cache, whole)
+            cache = replace(cache, length=first + count)
+        return replace(state, cache=cache, whole=intact)
+
+    def _cover(self, state: BlockState, positions: jax.Array) -> BlockState:
+        """Pages for ``positions`` [B] of every row.
+
+        A row that asks in vain is denied, and gives back what it has: it would never read it again,
+        and another row may.
+        """
+        cache = state.cache
+        if isinstance(cache, Ring):
+            cache, granted = ring.admit(cache, positions > 0)
+        else:
+            cache, granted = paged.grow(cache, positions)
+        missed = (positions > 0) & ~granted
+        return replace(
+            state,
+            cache=paged.release(cache, missed),
+            denied=state.denied | missed,
+            misses=state.misses + jnp.sum(missed, dtype=jnp.int32),
+        )
 
     def propose(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`. The state is read, never written."""
         config = self.config
         limit = jnp.minimum(feed.limit, config.draft_tokens)
         reason = jnp.where(feed.wants_draft & (limit > 0), NoDraft.DRAFTED, NoDraft.UNWANTED)
+        reason = _unless(reason, state.denied, NoDraft.DENIED)
         reason = _unless(reason, ~state.whole, NoDraft.HOLE)
         past = state.length + config.block_size > config.context_length
         reason = _unless(reason, past, NoDraft.CONTEXT)
@@ -124,16 +249,14 @@ class BlockDrafter:
             scores = jnp.zeros((*shape, config.candidates), jnp.float32)
             return Lattice(jnp.zeros(shape, jnp.int32), scores)
 
-        lattice = lax.cond(
-            jnp.any(drafts), lambda: self.lattice(state, feed.anchor), nothing
-        )
+        lattice = lax.cond(jnp.any(drafts), lambda: self.lattice(state, feed.anchor), nothing)
         finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         tokens = path_tokens(lattice, walk(lattice, greedy))
         kept = jnp.arange(config.draft_tokens)[None] < length[:, None]
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice)
-        return state, proposal, DraftInfo(reason)
+        return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
         """The candidates and edge scores after ``anchor`` [B], for every row."""
@@ -162,6 +285,12 @@ class BlockDrafter:
             return paged.source(state.cache, layer, state.length)
 
         return source
+
+
+def _start(cache: Ring | PagedPool) -> BlockState:
+    batch = cache.length.shape[0]
+    none = jnp.zeros((batch,), bool)
+    return BlockState(cache, ~none, none, jnp.asarray(0, jnp.int32))
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Pools of rings and of pages, against a plain Python model and against drafters of a fixed batch."""
+"""Pools of rings and of pages, against a plain Python model and drafters of a fixed batch."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ SEEDS = st.integers(0, 2**31 - 1)
 
 admit = jax.jit(lambda drafter, state, rows: drafter.admit(state, rows))
 release = jax.jit(lambda drafter, state, rows: drafter.release(state, rows))
+propose = jax.jit(lambda drafter, state, feed: drafter.propose(state, feed))
 
 
 @functools.cache
@@ -277,7 +278,7 @@ def test_permuting_rows_and_pages_changes_nothing(kind: str) -> None:
 def test_nobody_else_is_touched(kind: str) -> None:
     """Ten rounds of two rows leave every page they do not own as it was, and the idle rows too."""
     block = drafter(kind)
-    state = pooled(kind)
+    state = pooled(kind, rings=3)
     # Row 3 leaves stale pages behind; row 2 is denied or has a page of its own.
     state = block.step(state, feed(kind, [0, 0, 0, 0], [0, 0, 0, 5]))[0]
     state = release(block, state, jnp.asarray([False, False, False, True]))
@@ -374,7 +375,7 @@ def test_a_row_that_does_not_draft_still_takes_in(kind: str) -> None:
     block = drafter(kind)
     said = []
     for wants in (True, False):
-        state = pooled(kind)
+        state, proposal = pooled(kind), None
         for turn, at in enumerate((0, 8, 12)):
             quiet = jnp.asarray([wants or turn == 2, True, True, True])
             rows = feed(kind, [at, 0, 0, 0], [8 if at == 0 else 4, 0, 0, 0], seed=turn, wants=quiet)
@@ -387,6 +388,7 @@ def test_a_row_that_does_not_draft_still_takes_in(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_recompiles(kind: str) -> None:
     """Admissions, denials, growth, releases: one program."""
+    chex.clear_trace_counter()  # it goes by name, and the other kind was here
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -423,9 +425,9 @@ def test_the_end_of_the_table() -> None:
     block = drafter("dspark")
     state = block.init_pool(1, pages=8, page_size=8, columns=4)
     for at in (0, 8, 16, 24):
-        state = block.ingest(state, feed("dspark", [at], [min(8, 30 - at)]))
+        state = block.step(state, feed("dspark", [at], [min(8, 30 - at)]))[0]
     assert counts(state) == ([4], 5)  # 8 + 1 pages
-    after, proposal, _ = block.propose(state, feed("dspark", [30], [0]))
+    after, proposal, _ = propose(block, state, feed("dspark", [30], [0]))
     assert proposal.length.tolist() == [4]
     jax.tree.map(np.testing.assert_array_equal, after, state)
     # Two more positions fit; a third has no column, and the row stops drafting.
@@ -533,10 +535,15 @@ grow = jax.jit(paged.grow)
 
 @jax.jit
 def run(
-    target: DecoderTarget, state: DecoderState, tokens: jax.Array, count: jax.Array
+    target: DecoderTarget,
+    state: DecoderState,
+    tokens: jax.Array,
+    count: jax.Array,
+    kept: jax.Array,
 ) -> tuple[DecoderState, jax.Array]:
+    """Run ``count`` rows and commit ``kept`` of them; the token after the last."""
     out = target.forward(tokens, count, state, row=jnp.maximum(count - 1, 0))
-    return target.commit(out.state, count), jnp.argmax(out.logits[:, 0], axis=-1)
+    return target.commit(out.state, kept), jnp.argmax(out.logits[:, 0], axis=-1)
 
 
 def test_two_requests_in_a_pool_for_one() -> None:
@@ -555,7 +562,7 @@ def test_two_requests_in_a_pool_for_one() -> None:
         said, tokens = [], jnp.asarray(prompts, jnp.int32)
         for _ in range(16):
             count = jnp.where(mine, tokens.shape[1], 0).astype(jnp.int32)
-            state, following = run(target, state, tokens, count)
+            state, following = run(target, state, tokens, count, count)
             said.append(int(following[row]))
             tokens = following[:, None].astype(jnp.int32)
         assert said == solo[row]
@@ -580,15 +587,14 @@ def test_pages_of_rejected_rows_stay_with_their_row(accepted: int, length: int, 
     target = tiny_target()
     state = target_pool(target, 1, 6, 4)
     pool, _ = grow(state.pool, jnp.asarray([7], jnp.int32))
+    seven, five = jnp.asarray([7], jnp.int32), jnp.asarray([5], jnp.int32)
     tokens = jnp.arange(7, dtype=jnp.int32)[None]
-    state = run(target, dataclasses.replace(state, pool=pool), tokens, jnp.asarray([7], jnp.int32))[
-        0
-    ]
+    state = run(target, dataclasses.replace(state, pool=pool), tokens, seven, seven)[0]
     pool, granted = grow(state.pool, state.length + 5)
     assert granted.all() and paged.owned(pool).tolist() == [3]
     window = jnp.arange(5, dtype=jnp.int32)[None] + 20
-    out = target.forward(window, jnp.asarray([5], jnp.int32), dataclasses.replace(state, pool=pool))
-    state = target.commit(out.state, jnp.asarray([1 + accepted], jnp.int32))
+    state = dataclasses.replace(state, pool=pool)
+    state = run(target, state, window, five, jnp.asarray([1 + accepted], jnp.int32))[0]
     assert state.length.tolist() == [length] and -(-length // SIZE) == used
     assert paged.owned(state.pool).tolist() == [3] and int(state.pool.free_count) == 3
     check_pool(state.pool)
