@@ -23,6 +23,7 @@ from jaxdraft.base import (
 )
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.model import Model, ModelInfo, load
+from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Rules
 from jaxdraft.telemetry import Stats, Summary, summarize
 
@@ -38,6 +39,7 @@ __all__ = [
     "ModelInfo",
     "NoDraft",
     "Output",
+    "Plan",
     "Proposal",
     "Rules",
     "Scored",
@@ -48,6 +50,7 @@ __all__ = [
     "TargetOutput",
     "generate",
     "load",
+    "plan",
     "score",
     "stream",
     "summarize",

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,9 @@ from rich.text import Text as Styled
 
 from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.model import Model, load
+from jaxdraft.plan import Plan
+from jaxdraft.plan import plan as make_plan
+from jaxdraft.state.budget import format_bytes
 from jaxdraft.telemetry import Summary, summarize
 
 EMBEDDED = Path(__file__).parent / "data" / "trained"
@@ -38,7 +41,8 @@ notes = Console(stderr=True)
 
 Folder = Annotated[Path, typer.Argument(help="Artifact folder of onnxruntime-genai's builder.")]
 DTypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's.")
+    str | None,
+    typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
 ]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
 DrafterOption = Annotated[str, typer.Option(help="auto, none, or the kind of the model's drafter.")]
@@ -57,19 +61,48 @@ def main() -> None:
 def inspect(
     folder: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help='Bytes or "12GiB": also say what fits in so much memory.')
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Rows at once; default: the artifact's, else 8.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Longest sequence; default: the artifact's.")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(help="Slots of a page; default: the artifact's, else 256.")
+    ] = None,
 ) -> None:
     """Say what an artifact is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
     from convert import inspect_artifact
 
     with _friendly():
+        if memory is None and (max_batch, context, page_size) != (None, None, None):
+            raise ValueError("--max-batch, --context and --page-size go with --memory")
         report = inspect_artifact(folder)
+        fits = None
+        if memory is not None and not report.problems:
+            fits = make_plan(
+                folder,
+                memory=int(memory) if memory.isdecimal() else memory,
+                max_batch=max_batch,
+                context=context,
+                page_size=page_size,
+            )
     facts = report.summary()
+    if fits is not None:
+        facts["plan"] = fits.facts()
     if as_json:
         print(json.dumps(facts, indent=1, default=str))
     else:
-        console.print(_facts_table(folder, facts))
+        console.print(_facts_table(folder, {k: v for k, v in facts.items() if k != "plan"}))
+        if fits is not None:
+            console.print(_plan_table(fits))
         for problem in report.problems:
-            console.print(Styled("problem: ", style="bold red").append(str(problem), style="default"))
+            console.print(
+                Styled("problem: ", style="bold red").append(str(problem), style="default")
+            )
         if not report.problems:
             console.print(Styled("no problems found", style="green"))
     if report.problems:
@@ -92,7 +125,11 @@ def generate_command(
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
-        ids = model.text.chat([{"role": "user", "content": text}]) if chat else model.text.encode(text)
+        ids = (
+            model.text.chat([{"role": "user", "content": text}])
+            if chat
+            else model.text.encode(text)
+        )
         events = stream(
             model, [ids], max_new_tokens=max_new_tokens, drafter=drafter, draft_limit=draft_limit
         )
@@ -107,7 +144,9 @@ def generate_command(
 
 @app.command()
 def bench(
-    folder: Annotated[Path, typer.Argument(help="Artifact folder; default: the embedded model.")] = EMBEDDED,
+    folder: Annotated[
+        Path, typer.Argument(help="Artifact folder; default: the embedded model.")
+    ] = EMBEDDED,
     max_new_tokens: TokensOption = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 5,
     dtype: DTypeOption = None,
@@ -138,7 +177,9 @@ def demo(
         console.rule(f"prompt {number + 1}")
         console.print(Styled(model.text.decode(ids)[-200:], style="dim"), end="")
         console.print(Styled(drafted.outputs[number].texts()[0], style="bold"))
-        verdict = "equal to plain decoding, token for token" if same else "DIFFERS from plain decoding"
+        verdict = (
+            "equal to plain decoding, token for token" if same else "DIFFERS from plain decoding"
+        )
         console.print(Styled(verdict, style="green" if same else "bold red"))
         if not same:
             raise typer.Exit(1)
@@ -234,7 +275,9 @@ def _load(folder: Path, dtype: str | None) -> Model:
         task = bar.add_task("loading", total=None)
 
         def progress(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48))
+            bar.update(
+                task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
+            )
 
         return load(folder, dtype=dtype, progress=progress)
 
@@ -258,7 +301,9 @@ def _print_summary(out: Output, seconds: float) -> None:
     summary = summarize(out.stats)
     later = summary.emitted - summary.prompts
     if later and seconds > 0:
-        console.print(f"{later / seconds:.1f} tokens/s after the first (compilation of the round included)")
+        console.print(
+            f"{later / seconds:.1f} tokens/s after the first (compilation of the round included)"
+        )
     for line in summary.lines():
         console.print(line)
     console.print(f"finished: {', '.join(out.finish_reasons)}")
@@ -272,14 +317,37 @@ def _facts_table(folder: Path, facts: dict[str, Any]) -> Table:
             for key, inner in value.items():
                 add(f"{prefix}.{key}" if prefix else str(key), inner)
         elif prefix != "problems":
-            table.add_row(prefix, f"{value:,}" if type(value) is int and value > 9999 else str(value))
+            table.add_row(
+                prefix, f"{value:,}" if type(value) is int and value > 9999 else str(value)
+            )
 
     add("", facts)
     return table
 
 
+def _plan_table(plan: Plan) -> Table:
+    """Every term of a plan, and what is left for sequences."""
+    table = Table(title=f"what fits in {format_bytes(plan.memory or plan.bytes)}")
+    table.add_column("for")
+    for column in ("count", "bytes each", "bytes"):
+        table.add_column(column, justify="right")
+    table.add_column("because")
+    for term in plan.terms:
+        numbers = (f"{n:,}" for n in (term.count, term.each, term.bytes))
+        table.add_row(term.name, *numbers, term.why)
+    table.add_row("left over", "", "", f"{plan.left:,}", "less than a page", end_section=True)
+    alone = f"{plan.target_page_bytes:,} without the drafter's"
+    mirrored = alone if plan.mirror_page_bytes else ""
+    table.add_row("a page", "1", f"{plan.page_bytes:,}", f"{plan.page_bytes:,}", mirrored)
+    table.add_row("pages", f"{plan.pages:,}", "", "", f"of {plan.page_size} positions")
+    table.add_row("tokens", f"{plan.tokens:,}", "", "", "in all sequences together")
+    rows = f"of {plan.max_batch}, each of {plan.context:,} positions: {plan.row_pages:,} pages"
+    table.add_row("full rows", f"{plan.rows:,}", "", "", rows)
+    return table
+
+
 @contextmanager
-def _friendly() -> Iterator[None]:
+def _friendly() -> Generator[None]:
     """Errors about the input are messages, not tracebacks."""
     try:
         yield

@@ -1,0 +1,249 @@
+"""How much of a model fits in a memory: :mod:`jaxdraft.state.budget` for a model or a folder.
+
+Host code. Nothing is allocated: an artifact is read without its weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdraft.base import Drafter, Target
+from jaxdraft.config import BlockDrafterConfig, DrafterConfig, MtpConfig, TargetConfig
+from jaxdraft.model import Model
+from jaxdraft.state.budget import (
+    Cache,
+    Costs,
+    DrafterCost,
+    Fixed,
+    Mirrored,
+    Plan,
+    Windowed,
+    divide,
+    format_bytes,
+    parse_memory,
+    recurrent_bytes,
+    whole,
+)
+
+PAGE_SIZE = 256
+"""Slots of a page where nothing else is said: the model builder's default."""
+
+MAX_BATCH = 8
+"""Rows where nothing else is said."""
+
+
+def plan(
+    model: Model | str | Path,
+    *,
+    memory: int | str | None = None,
+    pages: int | None = None,
+    max_batch: int | None = None,
+    context: int | None = None,
+    page_size: int | None = None,
+) -> Plan:
+    """What fits in a memory, and why.
+
+    Example: ``jaxdraft.plan("artifact_dir", memory="12GiB", max_batch=4).pages``; ``.lines()`` says
+    it in words.
+
+    Args:
+      model: a loaded model, or an artifact's folder, of which only headers are read.
+      memory: bytes, or a string like ``"12GiB"``, for weights and state together.
+      pages: P, instead of ``memory``.
+      max_batch: rows that can be active. Default: the artifact's, else 8.
+      context: positions of the longest sequence. Default: the model's context.
+      page_size: Z. Default: the artifact's, else 256.
+
+    Returns:
+      Every term, the pages, tokens, and rows at full context. The arithmetic is exact; what is
+      billed is in :mod:`jaxdraft.state.budget`.
+
+    Raises:
+      ValueError: as :func:`jaxdraft.state.budget.divide`; a context that the model does not have;
+        an artifact that would not load; a target that is not a decoder of this package.
+      FileNotFoundError: there is no such folder.
+    """
+    if isinstance(model, Model):
+        rows = whole("max_batch", MAX_BATCH if max_batch is None else max_batch)
+        size = PAGE_SIZE if page_size is None else page_size
+        longest = model.info.context_length
+        costs = model_costs(model, rows, longest if context is None else whole("context", context))
+    else:
+        costs, defaults = _artifact_costs(Path(model))
+        rows = (defaults["max_batch"] or MAX_BATCH) if max_batch is None else max_batch
+        size = (defaults["page_size"] or PAGE_SIZE) if page_size is None else page_size
+        longest = defaults["context"]
+    if context is not None and whole("context", context) > longest:
+        raise ValueError(f"context is {context}; the model's has {longest} positions")
+    return divide(
+        costs,
+        memory=memory,
+        pages=pages,
+        max_batch=rows,
+        context=longest if context is None else context,
+        page_size=size,
+    )
+
+
+def check_batch(
+    target: Target, drafter: Drafter, *, batch: int, capacity: int, memory: int | str
+) -> int:
+    """Refuse a fixed batch that does not fit: weights, and the states that ``init`` would allocate.
+
+    Works for any target and drafter, since it asks their ``init`` for shapes.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      batch: rows.
+      capacity: positions each, as given to ``init``.
+      memory: bytes, or a string like ``"12GiB"``.
+
+    Returns:
+      The bytes needed.
+
+    Raises:
+      ValueError: more than ``memory``, with every number.
+    """
+    given = parse_memory(memory)
+    weights = weight_bytes(target, drafter)
+    parts = {
+        "weights": weights,
+        "the target's state": _state_bytes(target, batch, capacity),
+        "the drafter's state": _state_bytes(drafter, batch, capacity),
+    }
+    needed = sum(parts.values())
+    if needed > given:
+        listed = ", ".join(f"{name} {size}" for name, size in parts.items())
+        raise ValueError(
+            f"memory is {given} bytes ({format_bytes(given)}); {batch} rows of {capacity} "
+            f"positions need {needed} bytes ({format_bytes(needed)}): {listed}"
+        )
+    return needed
+
+
+def weight_bytes(*parts: Any) -> int:
+    """Bytes of all arrays in ``parts``, those that are shared counted once.
+
+    Sharing is seen by identity, so under ``jit`` an array that was passed twice counts twice.
+    """
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(parts)}
+    arrays = (leaf for leaf in leaves.values() if hasattr(leaf, "dtype"))  # settings are numbers
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+def model_costs(model: Model, max_batch: int, context: int) -> Costs:
+    """What a loaded model costs.
+
+    A drafter of your own is billed with what its ``init(max_batch, context)`` would allocate.
+
+    Raises:
+      ValueError: the target has no :class:`jaxdraft.config.TargetConfig`.
+    """
+    config = getattr(model.target, "config", None)
+    if not isinstance(config, TargetConfig):
+        raise ValueError(
+            f"the target is a {type(model.target).__name__}; only a decoder with a TargetConfig "
+            "can be planned in pages"
+        )
+    dtype = jnp.dtype(getattr(model.target, "dtype", jnp.float32))
+    inner = getattr(model.drafter, "inner", model.drafter)  # an adaptive drafter wraps another
+    drafter = getattr(inner, "config", None)
+    if isinstance(drafter, BlockDrafterConfig | MtpConfig):
+        own = jnp.dtype(getattr(inner, "dtype", dtype))
+        cost: DrafterCost = drafter_cost(drafter, own.itemsize)
+    else:
+        cost = Fixed(bytes=_state_bytes(model.drafter, max_batch, context))
+    weights = weight_bytes(model.target, model.drafter)
+    return target_costs(config, dtype.itemsize, weights=weights, drafter=cost)
+
+
+def target_costs(
+    config: TargetConfig, itemsize: int, *, weights: int, drafter: DrafterCost | None = None
+) -> Costs:
+    """What a decoder costs.
+
+    Args:
+      config: the target.
+      itemsize: bytes of one number of its activations, keys and values.
+      weights: bytes of all parameters, the drafter's included.
+      drafter: from :func:`drafter_cost`.
+    """
+    a, d = config.attention, config.delta_net
+    return Costs(
+        weights=weights,
+        target=Cache(
+            layers=config.count("attention"),
+            kv_heads=a.kv_heads if a else 1,
+            head_dim=a.head_dim if a else 1,
+            itemsize=itemsize,
+        ),
+        recurrent_row=recurrent_bytes(d, config.count("delta_net"), itemsize) if d else 0,
+        drafter=drafter,
+    )
+
+
+def drafter_cost(config: DrafterConfig, itemsize: int) -> DrafterCost:
+    """How a drafter is billed: by rings if it has a window, else per target page.
+
+    Args:
+      config: the drafter.
+      itemsize: bytes of one number of *its* keys and values: a bfloat16 drafter stays one beside
+        any target.
+    """
+    cache = Cache(
+        layers=config.layers if isinstance(config, BlockDrafterConfig) else 1,
+        kv_heads=config.attention.kv_heads,
+        head_dim=config.attention.head_dim,
+        itemsize=itemsize,
+    )
+    if isinstance(config, MtpConfig):
+        return Mirrored(cache=cache)
+    if config.windowed:
+        return Windowed(cache=cache, window=config.attention.window, block=config.block_size)
+    return Mirrored(cache=cache, block=config.block_size)
+
+
+def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
+    """Bytes of ``part.init(batch, capacity)``, which is not run."""
+    state = jax.eval_shape(lambda: part.init(batch, capacity))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _artifact_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
+    """Costs of an artifact at its stored dtypes, and its own defaults."""
+    from convert import inspect_artifact  # the converter depends on this package, not the reverse
+
+    report = inspect_artifact(folder)
+    target, drafter = report.target, report.drafter
+    if report.problems or target is None or not isinstance(target.config, TargetConfig):
+        listed = "; ".join(str(problem) for problem in report.problems)
+        raise ValueError(f"{folder} would not load, so nothing fits: {listed}")
+    weights, cost = target.weight_bytes, None
+    if drafter is not None:
+        weights += drafter.weight_bytes
+        assert isinstance(drafter.config, BlockDrafterConfig | MtpConfig)
+        cost = drafter_cost(drafter.config, jnp.dtype(drafter.dtype).itemsize)
+    itemsize = jnp.dtype(target.dtype).itemsize
+    costs = target_costs(target.config, itemsize, weights=weights, drafter=cost)
+    defaults = {
+        "max_batch": report.max_batch,
+        "page_size": report.page_size,
+        "context": report.context_length,
+    }
+    return costs, defaults
+
+
+__all__ = [
+    "Plan",
+    "check_batch",
+    "drafter_cost",
+    "model_costs",
+    "plan",
+    "target_costs",
+    "weight_bytes",
+]
