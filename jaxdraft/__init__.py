@@ -21,6 +21,8 @@ from jaxdraft.base import (
     Target,
     TargetOutput,
 )
+from jaxdraft.draft.adaptive import AdaptiveDrafter
+from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.model import Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
@@ -30,6 +32,7 @@ from jaxdraft.telemetry import Stats, Summary, summarize
 __version__ = version("jaxdraft")
 
 __all__ = [
+    "AdaptiveDrafter",
     "DraftInfo",
     "Drafter",
     "Event",
@@ -37,6 +40,7 @@ __all__ = [
     "Lattice",
     "Model",
     "ModelInfo",
+    "NgramDrafter",
     "NoDraft",
     "Output",
     "Plan",

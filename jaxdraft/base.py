@@ -14,12 +14,12 @@ Letters, with the same meaning in every shape comment, docstring and einsum:
   ====  ==========================================  ====  =========================================
 
 Words. A *page* is a piece of a key/value cache; a *block* is only ever the drafter's block of query
-rows. The *anchor* is a row's last token: emitted, not yet in the cache. A *round* verifies, commits,
-feeds the drafter and proposes. *Rollback* is never an action: a round commits the accepted rows, and
-the rest was never committed.
+rows. The *anchor* is a row's last token: emitted, not yet in the cache. A *round* verifies,
+commits, feeds the drafter and proposes. *Rollback* is never an action: a round commits the accepted
+rows, and the rest was never committed.
 
-Targets and drafters are *pytrees with methods*: their weights are leaves, everything else is static.
-They cross ``jit`` as arguments like any array, and no weight is ever baked into a program.
+Targets and drafters are *pytrees with methods*: their weights are leaves, everything else is
+static. They cross ``jit`` as arguments like any array, and no weight is baked into a program.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class NoDraft(enum.IntEnum):
     CONTEXT = 3  # the block would pass the drafter's rotary table
     NONFINITE = 4  # a score was not finite
     DENIED = 5  # no ring or page was free when the row was admitted
+    NO_MATCH = 6  # the row's end occurs nowhere before
+    OFF = 7  # holes or non-finite scores in too many rounds: switched off for the row
+    PAUSED = 8  # drafts would not pay at the acceptance seen of late
 
 
 @struct.dataclass
@@ -115,6 +118,7 @@ class DraftInfo:
     """What happened in a drafter's step. Nothing depends on it."""
 
     reason: jax.Array  # [B] int32, a NoDraft
+    forwards: jax.Array  # [] int32, forward passes of the drafter that proposed
 
 
 @struct.dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from jax import lax
 
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
-from jaxdraft.draft.none import NoDrafter
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.round import RoundInfo, RoundState, Rules
@@ -100,6 +100,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     draft_limit: int | Sequence[int] | jax.Array | None = None,
     max_length: int | None = None,
+    draft_tokens: int | None = None,
     trace: bool = False,
     throw: bool = True,
 ) -> Output:
@@ -114,11 +115,13 @@ def generate(
         ``lengths``. Under ``jit`` it must be an array.
       lengths: [B], with an array: how many ids of each row are its prompt. Default: all.
       max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
-      drafter: "auto" (the model's own, if it has one), "none", the kind of the model's drafter, or
-        a drafter of your own.
+      drafter: "auto" (the model's own, if it has one), its kind ("mtp", "dflash2", "dspark"),
+        "ngram" or "none", which always work, or a drafter of your own.
       stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
       draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
       max_length: the longest sequence, prompt included. Default: the model's context.
+      draft_tokens: K of a drafter that can have any, "mtp" and "ngram". Static: another K is
+        another program, where another ``draft_limit`` is not. Default: the drafter's own.
       trace: also give ``out.trace``.
       throw: raise when a row's logits were not finite, instead of only saying so in ``status``.
 
@@ -131,7 +134,10 @@ def generate(
       FloatingPointError: with ``throw``, non-finite logits.
     """
     traced = isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
-    plan = _plan(model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter)
+    plan = _plan(
+        model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
+        draft_tokens,
+    )  # fmt: skip
     out = _generate(
         model.target,
         plan.drafter,
@@ -141,9 +147,9 @@ def generate(
         new_tokens=plan.new_tokens,
         trace=trace,
     )
-    out = out.replace(text=model.text)
+    out = replace(out, text=model.text)
     if traced:
-        return out.replace(tokens=out.tokens[:, : plan.wanted])
+        return replace(out, tokens=out.tokens[:, : plan.wanted])
     return _finish(out, plan.wanted, throw)
 
 
@@ -157,6 +163,7 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     draft_limit: int | Sequence[int] | None = None,
     max_length: int | None = None,
+    draft_tokens: int | None = None,
     throw: bool = True,
 ) -> Iterator[Event]:
     """Like :func:`generate`, round by round: an event for every row that received tokens.
@@ -167,7 +174,10 @@ def stream(
 
     Args, Raises: see :func:`generate`. Arguments are checked before this returns.
     """
-    plan = _plan(model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter)
+    plan = _plan(
+        model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
+        draft_tokens,
+    )  # fmt: skip
     return _stream(model, plan, throw)
 
 
@@ -271,9 +281,7 @@ def _round_program(
     return rounds.round(target, drafter, state, rules)
 
 
-def _output(
-    state: RoundState, lengths: jax.Array, new_tokens: int, trace: Trace | None
-) -> Output:
+def _output(state: RoundState, lengths: jax.Array, new_tokens: int, trace: Trace | None) -> Output:
     place = jnp.arange(new_tokens, dtype=jnp.int32)[None]
     index = lengths[:, None] + place
     tokens = jnp.take_along_axis(state.tokens, index, axis=1, mode="clip")
@@ -329,9 +337,10 @@ def _plan(
     draft_limit: Any,
     max_length: int | None,
     drafter: str | Drafter,
+    draft_tokens: int | None = None,
 ) -> _Plan:
     """Check everything, then put it on the device."""
-    chosen = _choose(model, drafter)
+    chosen = model.choose(drafter, draft_tokens)
     ids, count = _arrays(model, prompts, lengths)
     traced = isinstance(ids, jax.core.Tracer) or isinstance(count, jax.core.Tracer)
     batch = ids.shape[0]
@@ -364,32 +373,16 @@ def _plan(
         longest = int(np.min(np.asarray(count)))
         most = min(most, limit - longest)
     new_tokens = _bucket(most)
-    rules = Rules(
-        stop_ids=np.asarray(_pad_stops(stops), np.int32),
-        max_new_tokens=np.minimum(wanted, _INT32_MAX),
-        max_length=np.full((batch,), limit, np.int32),
-        draft_limit=drafts,
-    )
     if not traced:
         ids = _pad(ids, _bucket(ids.shape[1]))
-    ids, count, rules = jax.device_put((ids, count, rules))
-    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()))
-
-
-def _choose(model: Model, drafter: str | Drafter) -> Drafter:
-    if not isinstance(drafter, str):
-        if not isinstance(drafter, Drafter):
-            raise ValueError(f"drafter is {drafter!r}; expected a name or a jaxdraft.base.Drafter")
-        return drafter
-    if drafter == "none":
-        return NoDrafter()
-    if drafter in ("auto", model.info.drafter):
-        return model.drafter
-    raise ValueError(
-        f"drafter {drafter!r} is not here: this model has "
-        + (f"{model.info.drafter!r}" if model.info.drafter != "none" else "no drafter")
-        + "; 'auto' and 'none' always work"
+    most_tokens = np.minimum(wanted, _INT32_MAX)
+    max_lengths = np.full((batch,), limit, np.int32)
+    # One transfer for everything.
+    ids, count, stop_array, most_tokens, max_lengths, drafts = jax.device_put(
+        (ids, count, np.asarray(_pad_stops(stops), np.int32), most_tokens, max_lengths, drafts)
     )
+    rules = Rules(stop_array, most_tokens, max_lengths, drafts)
+    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()))
 
 
 def _arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
@@ -421,7 +414,7 @@ def _rows(model: Model, prompts: Prompts) -> list[Any]:
     if not listed:
         raise ValueError("no prompts: expected at least one")
     if all(isinstance(p, str) for p in listed):
-        return [_encode(model, p) for p in listed]
+        return [_encode(model, str(p)) for p in listed]
     if all(isinstance(p, int | np.integer) for p in listed):
         return [listed]
     return listed
@@ -489,11 +482,11 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
             "emitted before"
         )
     if out.tokens.shape[1] > wanted:
-        out = out.replace(tokens=jax.device_put(np.asarray(out.tokens)[:, :wanted]))
+        out = replace(out, tokens=jax.device_put(np.asarray(out.tokens)[:, :wanted]))
     if out.trace is not None:
         ran = max(1, int(np.asarray(out.stats.rounds).max(initial=0)))
         accepted = np.asarray(out.trace.accepted)[:, :ran]
-        out = out.replace(trace=Trace(jax.device_put(accepted)))
+        out = replace(out, trace=Trace(jax.device_put(accepted)))
     return out
 
 
@@ -527,4 +520,4 @@ def _stream(model: Model, plan: _Plan, throw: bool) -> Iterator[Event]:
         state, info = _round_program(target, drafter, state, plan.rules)
         accepted = np.asarray(info.accepted)
     out = _output_program(state, plan.lengths, plan.new_tokens, None)
-    return _finish(out.replace(text=model.text), plan.wanted, throw)
+    return _finish(replace(out, text=model.text), plan.wanted, throw)

@@ -12,6 +12,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft.base import Drafter, Target
+from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.text import Text
 
@@ -69,6 +70,46 @@ class Model:
         )
         return cls(target, NoDrafter() if drafter is None else drafter, info, text)
 
+    def choose(self, drafter: str | Drafter, draft_tokens: int | None = None) -> Drafter:
+        """The drafter that a name means.
+
+        Args:
+          drafter: "auto", the model's own; its kind, as in ``info.drafter``; "ngram" and "none",
+            which need no weights and always work; or a drafter, which is what it is.
+          draft_tokens: K, of a drafter that can have any ("ngram", "mtp"). Default: its own.
+
+        Raises:
+          ValueError: there is no such drafter, or its K is fixed.
+        """
+        chosen = self._named(drafter) if isinstance(drafter, str) else drafter
+        if not isinstance(chosen, Drafter):
+            raise ValueError(f"drafter is {drafter!r}; expected a name or a jaxdraft.base.Drafter")
+        if draft_tokens is None or draft_tokens == chosen.draft_tokens:
+            return chosen
+        change = getattr(chosen, "with_draft_tokens", None)
+        if change is None:
+            raise ValueError(
+                f"draft_tokens is {draft_tokens}; this drafter has {chosen.draft_tokens} and no "
+                "other number: draft_limit uses fewer"
+            )
+        if draft_tokens < 1:
+            raise ValueError(f"draft_tokens is {draft_tokens}; expected at least 1")
+        return change(draft_tokens)
+
+    def _named(self, name: str) -> Drafter:
+        own = self.info.drafter
+        if name in ("auto", own):
+            return self.drafter
+        if name == "none":
+            return NoDrafter()
+        if name == "ngram":
+            return NgramDrafter()
+        raise ValueError(
+            f"drafter {name!r} is not here: this model has "
+            + (f"{own!r}" if own != "none" else "no drafter of its own")
+            + "; 'auto', 'none' and 'ngram' always work"
+        )
+
 
 def load(
     folder: str | Path,
@@ -102,6 +143,7 @@ def load(
 def assemble(loaded: Any, folder: Path) -> Model:
     """The model of what the converter read."""
     from jaxdraft.draft.block import BlockDrafter
+    from jaxdraft.draft.mtp import MtpDrafter
     from jaxdraft.nn.decoder import DecoderTarget
 
     decoder = loaded.target
@@ -110,21 +152,22 @@ def assemble(loaded: Any, folder: Path) -> Model:
     head = embedding if loaded.target_config.tied else params["head"]["weight"]
     target = DecoderTarget(decoder, loaded.target_config, embedding.dtype)
     drafter: Drafter = NoDrafter()
-    kind = "none"
-    if loaded.drafter_kind in ("dflash2", "dspark"):
-        kind = loaded.drafter_kind
-        drafter = BlockDrafter(
-            backbone=loaded.drafter,
+    if loaded.drafter is not None:
+        shared = dict(
             embedding=embedding,
             head=head,
             config=loaded.drafter_config,
             dtype=jax.tree.leaves(loaded.drafter.params["norm"])[0].dtype,
         )
+        if loaded.drafter_kind == "mtp":
+            drafter = MtpDrafter(mtp=loaded.drafter, **shared)
+        else:
+            drafter = BlockDrafter(backbone=loaded.drafter, **shared)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     info = ModelInfo(
         name=folder.resolve().name,
         stop_ids=tuple(loaded.eos_token_ids),
         context_length=loaded.context_length,
-        drafter=kind,
+        drafter=loaded.drafter_kind or "none",
     )
     return Model(target, drafter, info, text)

@@ -6,6 +6,7 @@ target or drafter it is given.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ from jaxdraft import verify
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, Status, Target, TargetOutput
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
+
+MAX_FAILURES = 3
+"""Failing rounds in a row after which a row is never asked for drafts again."""
 
 
 @struct.dataclass
@@ -41,6 +45,7 @@ class RoundState:
     length: jax.Array  # [B] int32, tokens so far, the anchor included
     emitted: jax.Array  # [B] int32, tokens of the output
     status: jax.Array  # [B] int32, a Status
+    failures: jax.Array  # [B] int32, rounds in a row in which the drafter failed the row
     stats: Stats
 
 
@@ -87,6 +92,7 @@ def prefill(
         length=lengths,
         emitted=jnp.zeros((batch,), jnp.int32),
         status=status,
+        failures=jnp.zeros((batch,), jnp.int32),
         stats=Stats.zeros(batch, drafter.draft_tokens),
     )
     padded = jnp.pad(tokens, ((0, 0), (0, -size % chunk)))
@@ -111,8 +117,8 @@ def prefill(
     else:
         offset, logits, memory, drafts = lax.while_loop(lambda c: c[0] < longest, run, start)
     verdict = verify.greedy(logits, _no_proposal(batch, 0))
-    stats = state.stats.replace(target_forwards=offset // chunk)
-    state = state.replace(target=memory, drafter=drafts, stats=stats)
+    stats = replace(state.stats, target_forwards=offset // chunk)
+    state = replace(state, target=memory, drafter=drafts, stats=stats)
     state, count, accepted = _emit(state, verdict, _no_proposal(batch, 0), rules)
     # The prompt's rows are committed already: nothing is left to ingest.
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
@@ -141,13 +147,14 @@ def round(
     state, rows, accepted = _emit(state, verdict, proposal, rules)
     # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
     memory = target.commit(out.state, rows)
-    stats = state.stats.replace(
+    stats = replace(
+        state.stats,
         target_forwards=state.stats.target_forwards + 1,
         rounds=state.stats.rounds + running.astype(jnp.int32),
     )
-    state = state.replace(target=memory, stats=stats)
+    state = replace(state, target=memory, stats=stats)
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
-    state = state.replace(drafter=drafter.ingest(state.drafter, feed))
+    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
     state, info = _propose(drafter, state, feed)
     return state, RoundInfo(accepted, rows, info)
 
@@ -173,7 +180,9 @@ def _emit(
     until_stop = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, spoken)
     count = jnp.where(running, until_stop, 0)
 
-    position = jnp.where(place < count[:, None], state.length[:, None] + place, state.tokens.shape[1])
+    position = jnp.where(
+        place < count[:, None], state.length[:, None] + place, state.tokens.shape[1]
+    )
     tokens = state.tokens.at[jnp.arange(batch)[:, None], position].set(said, mode="drop")
     length, emitted = state.length + count, state.emitted + count
     status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
@@ -191,14 +200,21 @@ def _emit(
     accepted = jnp.where(running, accepted, 0)
     stats = state.stats
     if drafts:
-        stats = stats.replace(
+        stats = replace(
+            stats,
             proposed=stats.proposed + jnp.where(running, proposal.length, 0),
             evaluated_at=_tally(stats.evaluated_at, evaluated),
             accepted_at=_tally(stats.accepted_at, accepted),
         )
-    stats = stats.replace(emitted=stats.emitted + count)
-    state = state.replace(
-        tokens=tokens, length=length, emitted=emitted, status=status, anchor=anchor, stats=stats
+    stats = replace(stats, emitted=stats.emitted + count)
+    state = replace(
+        state,
+        tokens=tokens,
+        length=length,
+        emitted=emitted,
+        status=status,
+        anchor=anchor,
+        stats=stats,
     )
     return state, count, jnp.where(running, accepted, -1)
 
@@ -213,7 +229,8 @@ def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, 
     wanted = rules.max_new_tokens - state.emitted - 1
     limit = jnp.minimum(jnp.minimum(room, wanted), rules.draft_limit)
     limit = jnp.clip(limit, 0, drafter.draft_tokens)
-    return (state.status == Status.RUNNING) & (limit > 0), limit
+    on = state.failures < MAX_FAILURES
+    return (state.status == Status.RUNNING) & (limit > 0) & on, limit
 
 
 def _feed(
@@ -238,17 +255,29 @@ def _feed(
 
 
 def _propose(drafter: Drafter, state: RoundState, feed: Feed) -> tuple[RoundState, DraftInfo]:
+    """Ask for drafts, and count what came: drafts clear a row's failures, silence does neither."""
     memory, proposal, info = drafter.propose(state.drafter, feed)
     drafted = proposal.length > 0
     running = state.status == Status.RUNNING
+    off = running & (feed.limit > 0) & (state.failures >= MAX_FAILURES)
+    info = replace(info, reason=jnp.where(off, NoDraft.OFF, info.reason).astype(jnp.int32))
+    failed = (info.reason == NoDraft.HOLE) | (info.reason == NoDraft.NONFINITE)
+    failures = jnp.where(drafted, 0, state.failures + failed.astype(jnp.int32))
     reasons = jax.nn.one_hot(info.reason, len(NoDraft), dtype=jnp.int32)
     missed = jnp.where((running & ~drafted)[:, None], reasons, 0)
-    stats = state.stats.replace(
-        drafter_forwards=state.stats.drafter_forwards + jnp.any(drafted).astype(jnp.int32),
+    stats = replace(
+        state.stats,
+        drafter_forwards=state.stats.drafter_forwards + info.forwards,
         undrafted=state.stats.undrafted + missed,
     )
     # The lattice is for the caller of a drafter; carrying it through the loop would cost a copy.
-    state = state.replace(drafter=memory, proposal=proposal.replace(lattice=None), stats=stats)
+    state = replace(
+        state,
+        drafter=memory,
+        proposal=replace(proposal, lattice=None),
+        failures=failures,
+        stats=stats,
+    )
     return state, info
 
 

@@ -1,7 +1,7 @@
 """Counters of a run, and what people read from them.
 
-Counted as the field counts: *evaluated* drafts stop at the first rejection, *acceptance* is accepted /
-evaluated, *tokens per round* counts the accepted drafts and the token that follows them.
+Counted as the field counts: *evaluated* drafts stop at the first rejection, *acceptance* is
+accepted / evaluated, *tokens per round* counts the accepted drafts and the token that follows them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxdraft.base import NoDraft
 class Stats:
     """Counters of a run. Per row where a row is what counts.
 
-    ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability that
-    a draft whose predecessors stand does too, and ``accepted <= evaluated <= proposed`` always.
+    ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability
+    that a draft whose predecessors stand does too; ``accepted <= evaluated <= proposed`` always.
     The prompt's own token belongs to no round: ``emitted`` sums the rounds' tokens plus that one.
     """
 
     target_forwards: jax.Array  # [] int32: prefill passes and rounds
-    drafter_forwards: jax.Array  # [] int32: rounds in which some row drafted
+    drafter_forwards: jax.Array  # [] int32: forward passes of the drafter that proposed
     rounds: jax.Array  # [B] int32
     emitted: jax.Array  # [B] int32
     proposed: jax.Array  # [B] int32
@@ -61,7 +61,8 @@ class Summary:
 
     Attributes:
       target_forwards: prefill passes and rounds of the target.
-      drafter_forwards: rounds in which some row drafted.
+      drafter_forwards: forward passes of the drafter that proposed: one a round for a block, one a
+        draft for a chain, none for a lookup.
       rounds: rounds, counted per row.
       emitted: tokens emitted, the one after each prompt included.
       prompts: rows that emitted anything.

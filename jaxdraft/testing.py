@@ -1,11 +1,12 @@
 """Small models and checks for tests, ours and yours.
 
-A drafter of your own is lossless if :func:`assert_lossless` says so; :class:`TableTarget` makes that
-cheap, and :class:`ScriptedDrafter` shows every mixture of right and wrong drafts.
+A drafter of your own is lossless if :func:`assert_lossless` says so; :class:`TableTarget` makes
+that cheap, and :class:`ScriptedDrafter` shows every mixture of right and wrong drafts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,23 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from jaxdraft.base import DraftInfo, Drafter, Feed, NoDraft, Proposal, TargetOutput
+from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, TargetOutput
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
     ConvConfig,
     DeltaNetConfig,
     MlpConfig,
+    MtpConfig,
     TargetConfig,
 )
 from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.generate import generate
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.linear import Frozen
-
+from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state.paged import PagedPool
 
 
@@ -99,7 +102,7 @@ class TableTarget:
         logits = self.table[(31 * previous + tokens) % self.table.shape[0]]
         if row is not None:
             logits = jnp.take_along_axis(logits, row[:, None, None], axis=1)
-        return TargetOutput(logits, None, None, state.replace(window=tokens))
+        return TargetOutput(logits, None, None, replace(state, window=tokens))
 
     def commit(self, state: TableState, count: jax.Array) -> TableState:
         """See :meth:`jaxdraft.base.Target.commit`."""
@@ -151,8 +154,8 @@ class TableDrafter:
 class ScriptedDrafter:
     """Right and wrong in chosen places.
 
-    ``truth[b, p]`` is the token at position p of row b's sequence; the draft for that position is it
-    where ``right[b, p]``, and another token where not.
+    ``truth[b, p]`` is the token at position p of row b's sequence; the draft for that position is
+    it where ``right[b, p]``, and another token where not.
     """
 
     truth: jax.Array  # [B, S] int32
@@ -189,17 +192,18 @@ class ScriptedDrafter:
 
 
 def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
-    """A proposal of ``tokens`` [B, K], cut to what every row wants: what a small drafter ends with."""
+    """A proposal of ``tokens`` [B, K], cut to what every row wants; small drafters end with it."""
     limit = jnp.minimum(feed.limit, tokens.shape[1])
     wants = feed.wants_draft & (limit > 0)
     length = jnp.where(wants, limit, 0).astype(jnp.int32)
     kept = jnp.arange(tokens.shape[1])[None] < length[:, None]
     reason = jnp.where(wants, NoDraft.DRAFTED, NoDraft.UNWANTED).astype(jnp.int32)
-    return Proposal(jnp.where(kept, tokens, -1).astype(jnp.int32), length), DraftInfo(reason)
+    proposal = Proposal(jnp.where(kept, tokens, -1).astype(jnp.int32), length)
+    return proposal, DraftInfo(reason, jnp.any(wants).astype(jnp.int32))
 
 
 def tiny_target_config(**changes: Any) -> TargetConfig:
-    """Three delta-net layers and one full-attention layer, width 32, vocabulary 48, taps 1 and 3."""
+    """Three delta-net layers, one full-attention layer, width 32, vocabulary 48, taps 1 and 3."""
     fields: dict[str, Any] = dict(
         vocab_size=48,
         width=32,
@@ -207,9 +211,7 @@ def tiny_target_config(**changes: Any) -> TargetConfig:
         attention=AttentionConfig(
             heads=4, kv_heads=2, head_dim=16, rotary_dim=8, gated=True, qk_norm=True, scale=0.25
         ),
-        delta_net=DeltaNetConfig(
-            key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4
-        ),
+        delta_net=DeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4),
         mlp=MlpConfig(hidden=48),
         norm_eps=1e-6,
         tied=False,
@@ -226,7 +228,11 @@ def tiny_target(seed: int = 0, dtype: Any = jnp.float32, **changes: Any) -> Deco
 
 
 def tiny_drafter(
-    target: DecoderTarget, kind: str = "dflash2", seed: int = 1, dtype: Any = jnp.float32, **changes: Any
+    target: DecoderTarget,
+    kind: str = "dflash2",
+    seed: int = 1,
+    dtype: Any = jnp.float32,
+    **changes: Any,
 ) -> BlockDrafter:
     """A random two-layer block drafter for ``target``: block 4, three candidates, window 12."""
     t = target.config
@@ -258,16 +264,50 @@ def tiny_drafter(
     )
     config = BlockDrafterConfig(**{**fields, **changes})
     module = (DFlash2 if dflash2 else DSpark)(config, dtype=dtype, rngs=nnx.Rngs(seed))
-    params = target.decoder.params
-    embedding = params["embed"]["weight"]
-    head = embedding if t.tied else params["head"]["weight"]
+    embedding, head = _shared(target)
     return BlockDrafter(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
 
 
+def tiny_mtp(
+    target: DecoderTarget,
+    seed: int = 1,
+    dtype: Any = jnp.float32,
+    draft_tokens: int = 3,
+    **changes: Any,
+) -> MtpDrafter:
+    """A random multi-token-prediction head for ``target``."""
+    t = target.config
+    fields: dict[str, Any] = dict(
+        vocab_size=t.vocab_size,
+        width=t.width,
+        attention=AttentionConfig(
+            heads=4, kv_heads=2, head_dim=16, rotary_dim=8, gated=True, qk_norm=True, scale=0.25
+        ),
+        mlp=MlpConfig(hidden=48),
+        norm_eps=1e-6,
+        context_length=t.context_length,
+    )
+    config = MtpConfig(**{**fields, **changes})
+    head = Mtp(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    embedding, matrix = _shared(target)
+    return MtpDrafter(Frozen.of(head), embedding, matrix, config, jnp.dtype(dtype), draft_tokens)
+
+
 def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> Model:
-    """:func:`tiny_target` with :func:`tiny_drafter`."""
+    """:func:`tiny_target` with :func:`tiny_drafter`, or with :func:`tiny_mtp` for "mtp"."""
     target = tiny_target(seed, **changes)
-    return Model.of(target, None if kind is None else tiny_drafter(target, kind, seed + 1))
+    if kind is None:
+        return Model.of(target)
+    if kind == "mtp":
+        return Model.of(target, tiny_mtp(target, seed + 1))
+    return Model.of(target, tiny_drafter(target, kind, seed + 1))
+
+
+def _shared(target: DecoderTarget) -> tuple[jax.Array, jax.Array]:
+    """Embedding and head, [V, D] each, that a drafter shares with its target."""
+    params = target.decoder.params
+    embedding = params["embed"]["weight"]
+    return embedding, embedding if target.config.tied else params["head"]["weight"]
 
 
 def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any) -> None:
@@ -287,7 +327,9 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
     for row, (expected, found) in enumerate(zip(plain.ids(), drafted.ids(), strict=True)):
         if expected != found:
             pairs = zip(expected, found, strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+            same = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found))
+            )
             raise AssertionError(
                 f"row {row} differs from plain decoding at token {same}: "
                 f"plain {expected[same : same + 8]}, with drafts {found[same : same + 8]}"
@@ -297,7 +339,7 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
 
 
 def check_stats(stats: Any) -> None:
-    """The laws of the counters: ``0 <= accepted <= evaluated <= proposed``, by position descending."""
+    """``0 <= accepted <= evaluated <= proposed``; by position they never rise."""
     accepted, evaluated = np.asarray(stats.accepted), np.asarray(stats.evaluated)
     proposed = np.asarray(stats.proposed)
     assert (accepted >= 0).all() and (accepted <= evaluated).all(), (accepted, evaluated)
@@ -337,6 +379,7 @@ __all__ = [
     "run_rows_one_by_one",
     "tiny_drafter",
     "tiny_model",
+    "tiny_mtp",
     "tiny_target",
     "tiny_target_config",
 ]

@@ -1,4 +1,4 @@
-"""The rule that drafts only as far as it pays: what it learns, what it may look at, what it costs."""
+"""The rule that drafts only as far as it pays: what it learns and what it may look at."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def test_against_the_rule_in_python(
             rule.learn(run)
             accepts.append(run)
             position += run + 1
+        assert out.trace is not None
         found = np.asarray(out.trace.accepted)[row]
         assert found[found >= 0].tolist() == accepts
         assert int(out.stats.proposed[row]) == proposed
@@ -129,6 +130,8 @@ def test_useful_drafts_are_kept_and_come_back() -> None:
     right[:, :24] = False
     drafter = AdaptiveDrafter(scripted(model, [prompt], right), probe_every=4, gain=0.5)
     out = generate(model, [prompt], max_new_tokens=NEW, drafter=drafter, trace=True)
+    assert out.trace is not None
+    # The last two rounds may be short of tokens to emit.
     assert np.asarray(out.trace.accepted)[0, -3] == K
 
 
@@ -141,7 +144,8 @@ def test_it_looks_at_the_past_only() -> None:
         state = drafter.init(2, 64)
         rng, found = np.random.default_rng(0), []
         for _ in range(40):
-            count = rng.integers(1, np.maximum(np.asarray(state.proposed), 0) + 2)
+            # Mostly one row: nothing accepted.
+            count = 1 + rng.integers(0, np.asarray(state.proposed) + 1) * (rng.random(2) < 0.3)
             feed = Feed(
                 aux=None,
                 count=jnp.asarray(count, jnp.int32),
@@ -154,7 +158,7 @@ def test_it_looks_at_the_past_only() -> None:
             found.append(proposal.length.tolist())
         widths.append(found)
     assert widths[0] == widths[1]
-    assert len({tuple(w) for w in widths[0]}) > 2
+    assert len({tuple(w) for w in widths[0]}) > 2, "it asked for the same all the time"
 
 
 def test_a_row_learns_from_its_own_rounds_once() -> None:
@@ -203,8 +207,11 @@ def test_its_numbers_compile_nothing() -> None:
     prompts, options = [[1, 2, 3]], dict[str, Any](max_new_tokens=20)
     drafter = AdaptiveDrafter(model.drafter)
     assert compilations(lambda: generate(model, prompts, drafter=drafter, **options))
-    for changes in ({"draft_cost": 0.9}, {"round_cost": 0.0, "gain": 0.5}, {"probe_every": 3}):
-        changed = replace(drafter, **changes)
+    for changed in (
+        replace(drafter, draft_cost=0.9),
+        replace(drafter, round_cost=0.0, gain=0.5),
+        replace(drafter, probe_every=3),
+    ):
         assert compilations(lambda d=changed: generate(model, prompts, drafter=d, **options)) == []
 
 

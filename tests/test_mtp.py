@@ -124,6 +124,7 @@ def test_first_call(name: str) -> None:
 def test_chained_drafts(name: str, chunks: tuple[int, ...]) -> None:
     """Four drafts after the prompt, however the prompt arrives; the last hidden row waits."""
     model, golden = load(name)
+    assert isinstance(model.drafter, MtpDrafter)
     drafter = model.drafter.with_draft_tokens(4)
     prompt, hidden = golden["prompt2/ids"], golden["mtp/hidden"]
     state, at = drafter.init(1, 32), 0
@@ -135,7 +136,8 @@ def test_chained_drafts(name: str, chunks: tuple[int, ...]) -> None:
         state = ingest(drafter, state, feed(ids[None], rows[None], size, at))
         at += size
     np.testing.assert_array_equal(state.pending[0], hidden[-1])
-    ask = feed(ids[None], rows[None], 0, at, anchor=golden["greedy2/tokens"][0], limit=4)
+    anchor = golden["greedy2/tokens"][0]
+    ask = feed(prompt[None, :1], hidden[None, :1], 0, at, anchor=anchor, limit=4)
     state, proposal, info = drafter.propose(state, ask)
     assert proposal.tokens[0].tolist() == golden["mtp/chain_tokens"].tolist()
     assert proposal.length.tolist() == [4] and int(info.forwards) == 4
@@ -259,6 +261,7 @@ def test_a_short_head_goes_quiet_and_the_target_goes_on() -> None:
     model = Model.of(target, tiny_mtp(target, context_length=20))
     out = generate(model, [[1, 2, 3]], max_new_tokens=40, trace=True)
     assert out.ids() == [[0] * 40]
+    assert out.trace is not None
     accepted = np.asarray(out.trace.accepted)[0]
     # The head shares the target's head, so it drafts 0 too, right until its table ends.
     quiet = int(np.flatnonzero(accepted == 0)[0])
@@ -273,9 +276,11 @@ def test_a_short_head_goes_quiet_and_the_target_goes_on() -> None:
 def test_a_broken_head_is_switched_off() -> None:
     """Every score is NaN: three failing rounds a row, then silence; the reason stays readable."""
     model = tiny_model("mtp")
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), model.drafter.mtp.params["fc"])
-    params = {**model.drafter.mtp.params, "fc": broken}
-    drafter = replace(model.drafter, mtp=Frozen(params, model.drafter.mtp.structure))
+    drafter = model.drafter
+    assert isinstance(drafter, MtpDrafter)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), drafter.mtp.params["fc"])
+    params = {**drafter.mtp.params, "fc": broken}
+    drafter = replace(drafter, mtp=Frozen(params, drafter.mtp.structure))
     prompts = [[1, 2, 3], [4, 5]]
     plain = generate(model, prompts, max_new_tokens=30, drafter="none")
     out = generate(model, prompts, max_new_tokens=30, drafter=drafter)

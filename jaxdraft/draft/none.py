@@ -31,7 +31,8 @@ class NoDrafter:
         """An empty proposal."""
         batch = feed.anchor.shape[0]
         proposal = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32))
-        return state, proposal, DraftInfo(jnp.full((batch,), NoDraft.UNWANTED, jnp.int32))
+        reason = jnp.full((batch,), NoDraft.UNWANTED, jnp.int32)
+        return state, proposal, DraftInfo(reason, jnp.zeros((), jnp.int32))
 
     def step(self, state: tuple[()], feed: Feed) -> tuple[tuple[()], Proposal, DraftInfo]:
         """``ingest`` then ``propose``."""

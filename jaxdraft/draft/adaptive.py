@@ -1,0 +1,135 @@
+"""Drafts only as far as they pay: any drafter, with a limit that follows its acceptance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal
+
+
+@struct.dataclass
+class AdaptiveState:
+    """What the rule remembers, beside what its drafter does."""
+
+    inner: Any
+    rate: jax.Array  # [B, K] float32, moving acceptance of a draft whose predecessors stand
+    proposed: jax.Array  # [B] int32, drafts of the round that is not yet judged
+    cut: jax.Array  # [B] int32, rounds since the row was last asked for all it can use
+
+
+@struct.dataclass
+class AdaptiveDrafter:
+    """Wraps a drafter and shortens what is asked of it, to nothing if need be.
+
+    A round with n drafts is expected to emit ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens, a_k
+    being the acceptance of draft k when its predecessors stand, and costs ``1 + round_cost + n
+    draft_cost`` plain steps of the target (1 without drafts). Each row takes the n with the most
+    tokens for its cost; ties go to the fewest drafts.
+
+    Acceptances are moving averages a row and a position, learned from how many rows were committed
+    after each proposal: a feed tells of the round before, never of the tokens that will be verified
+    next. A row that was cut short for ``probe_every`` rounds is asked in full once, so it
+    notices when drafts begin to pay. All numbers are dynamic: changing them compiles nothing.
+
+    Attributes:
+      inner: any :class:`jaxdraft.base.Drafter`.
+      round_cost: what drafting at all adds to a round, in plain steps (a block drafter's pass).
+      draft_cost: what one draft adds: its row in the target's window, and its own pass of a chain.
+      gain: weight of the newest observation in the moving averages.
+      start: acceptance assumed before anything was observed.
+      probe_every: rounds between two full proposals of a row that is cut short.
+    """
+
+    inner: Drafter
+    round_cost: float | jax.Array = 0.25
+    draft_cost: float | jax.Array = 0.1
+    gain: float | jax.Array = 0.2
+    start: float | jax.Array = 0.8
+    probe_every: int | jax.Array = 16
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("round_cost", 0, None),
+            ("draft_cost", 0, None),
+            ("gain", 0, 1),
+            ("start", 0, 1),
+            ("probe_every", 1, None),
+        ):
+            value = getattr(self, name)  # inside `jit` it may be anything: only numbers are judged
+            if isinstance(value, int | float) and not low <= value <= (high or float("inf")):
+                expected = f"at least {low}" if high is None else f"in {low}..{high}"
+                raise ValueError(f"{name} is {value}; expected {expected}")
+
+    @property
+    def draft_tokens(self) -> int:
+        """K of the drafter inside."""
+        return self.inner.draft_tokens
+
+    def init(self, batch: int, capacity: int) -> AdaptiveState:
+        """An empty state around the drafter's own."""
+        none = jnp.zeros((batch,), jnp.int32)
+        rate = jnp.broadcast_to(jnp.asarray(self.start, jnp.float32), (batch, self.draft_tokens))
+        return AdaptiveState(self.inner.init(batch, capacity), rate, none, none)
+
+    def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
+        """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
+
+        A round that commits c rows accepted c - 1 drafts. Example: 3 proposed, 2 rows committed:
+        draft 0 stood, draft 1 did not, and nothing is known of draft 2.
+        """
+        judged = (feed.count > 0) & (state.proposed > 0)
+        accepted = (feed.count - 1)[:, None]
+        place = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
+        known = judged[:, None] & (place <= accepted) & (place < state.proposed[:, None])
+        stood = (place < accepted).astype(jnp.float32)
+        step = jnp.where(known, stood - state.rate, 0.0)
+        return replace(
+            state,
+            inner=self.inner.ingest(state.inner, feed),
+            rate=state.rate + jnp.asarray(self.gain, jnp.float32) * step,
+            proposed=jnp.where(feed.count > 0, 0, state.proposed),
+        )
+
+    def propose(
+        self, state: AdaptiveState, feed: Feed
+    ) -> tuple[AdaptiveState, Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`."""
+        limit = jnp.minimum(feed.limit, self.draft_tokens)
+        asked = feed.wants_draft & (limit > 0)
+        full = state.cut + 1 >= self.probe_every
+        width = jnp.where(full, limit, jnp.minimum(self.width(state), limit))
+        asks = replace(feed, wants_draft=asked & (width > 0), limit=width)
+        inner, proposal, info = self.inner.propose(state.inner, asks)
+        reason = jnp.where(asked & (width == 0), NoDraft.PAUSED, info.reason).astype(jnp.int32)
+        cut = jnp.where(width < limit, state.cut + 1, 0)
+        state = replace(
+            state,
+            inner=inner,
+            proposed=proposal.length,
+            cut=jnp.where(asked, cut, state.cut),
+        )
+        return state, proposal, replace(info, reason=reason)
+
+    def width(self, state: AdaptiveState) -> jax.Array:
+        """Drafts that pay best at the acceptance seen so far, [B] int32 in 0..K."""
+        drafts = jnp.arange(self.draft_tokens + 1, dtype=jnp.float32)
+        tokens = 1.0 + jnp.cumsum(jnp.cumprod(state.rate, axis=1), axis=1)
+        tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
+        cost = 1.0 + jnp.where(drafts > 0, self.round_cost, 0.0) + drafts * self.draft_cost
+        return jnp.argmax(tokens / cost[None], axis=1).astype(jnp.int32)
+
+    def step(self, state: AdaptiveState, feed: Feed) -> tuple[AdaptiveState, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(self, state, feed)
+
+
+@jax.jit
+def _step(
+    drafter: AdaptiveDrafter, state: AdaptiveState, feed: Feed
+) -> tuple[AdaptiveState, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)

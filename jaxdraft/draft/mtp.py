@@ -1,0 +1,172 @@
+"""Multi-token prediction, chained: the target's own head, fed its own hidden rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.config import MtpConfig
+from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.nn.mtp import Mtp
+from jaxdraft.state import paged
+from jaxdraft.state.paged import PagedPool
+
+DRAFT_TOKENS = 3
+"""K unless asked otherwise: the artifact does not say how far its head is chained."""
+
+INGEST_ROWS = 128
+"""Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""
+
+
+@struct.dataclass
+class MtpState:
+    """What the head remembers.
+
+    It runs on pairs (hidden row of position p, token of p + 1), and the last position's next token
+    is not known before the anchor is. So n ingested positions are n - 1 cached pairs and one hidden
+    row that waits.
+    """
+
+    pool: PagedPool  # one layer; its length counts pairs
+    pending: jax.Array  # [B, D], the hidden row of position length - 1
+    length: jax.Array  # [B] int32, positions ingested
+    whole: jax.Array  # [B] bool: every committed row so far was ingested
+
+
+@struct.dataclass
+class MtpDrafter:
+    """A multi-token-prediction head as a :class:`jaxdraft.base.Drafter`.
+
+    The embedding and the head are the target's own arrays.
+    """
+
+    mtp: Frozen[Mtp]
+    embedding: jax.Array  # [V, D]
+    head: jax.Array  # [V, D]
+    config: MtpConfig = struct.field(pytree_node=False)
+    dtype: jnp.dtype = struct.field(pytree_node=False)
+    draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
+
+    def with_draft_tokens(self, draft_tokens: int) -> MtpDrafter:
+        """The same head with another K: one layer can be chained as far as one likes."""
+        return replace(self, draft_tokens=draft_tokens)
+
+    def init(self, batch: int, capacity: int) -> MtpState:
+        """An empty state: one page a row, as the target's, for ``capacity`` positions."""
+        a = self.config.attention
+        pool = PagedPool.one_page_a_row(
+            layers=1,
+            batch=batch,
+            capacity=paged.room(capacity, max(INGEST_ROWS, self.draft_tokens)),
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            dtype=self.dtype,
+        )
+        pending = jnp.zeros((batch, self.config.width), self.dtype)
+        return MtpState(pool, pending, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
+
+    def ingest(self, state: MtpState, feed: Feed) -> MtpState:
+        """See :meth:`jaxdraft.base.Drafter.ingest`; ``feed.anchor`` need not be known.
+
+        Rows must follow the ones ingested before, or start again at position 0. A row that does
+        neither has a hole: it takes nothing in and proposes nothing until it starts again.
+
+        Example: rows h0 h1 h2 of tokens a b c, then h3 of d. The first call caches (h0, b), (h1, c)
+        and keeps h2; the second caches (h2, d) and keeps h3.
+        """
+        assert feed.hidden is not None, "an MTP head reads the target's hidden rows"
+        assert feed.tokens is not None, "an MTP head reads the committed tokens"
+        chex.assert_shape(feed.hidden, (*feed.tokens.shape, self.config.width))
+        brings = feed.count > 0
+        fresh = brings & (feed.first_position == 0)
+        follows = fresh | (feed.first_position == state.length)
+        whole = fresh | (state.whole & (follows | ~brings))
+        count = jnp.where(whole, feed.count, 0)
+        steps = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
+        # What lies past `count` may be anything, even NaN; it must not reach a product.
+        hidden = jnp.where((steps < count[:, None])[..., None], feed.hidden, 0).astype(self.dtype)
+        rows = jnp.concatenate([state.pending[:, None], hidden], axis=1)  # [B, 1 + T, D]
+        # Row t of `rows` meets token t, except where nothing waited: there row t + 1 meets t + 1.
+        paired = jnp.where(fresh[:, None, None], rows[:, 1:], rows[:, :-1])
+        tokens = jnp.where(fresh[:, None], jnp.roll(feed.tokens, -1, axis=1), feed.tokens)
+        pairs = count - fresh.astype(jnp.int32)
+        pool = replace(state.pool, length=jnp.where(fresh, 0, state.pool.length))
+        # Only keys and values are kept; the rest of the layer is never computed.
+        _, written = self.mtp()(self._embed(tokens), paired, pairs, pool)
+        return MtpState(
+            pool=replace(written, length=pool.length + pairs),
+            pending=jnp.take_along_axis(rows, count[:, None, None], axis=1)[:, 0],
+            length=jnp.where(count > 0, feed.first_position + count, state.length),
+            whole=whole,
+        )
+
+    def propose(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`.
+
+        The first pass runs the waiting row with the anchor; each later one runs the pass before it:
+        its hidden row, its best token, one position on. As many passes run as the widest row can
+        use. Their keys are scratch: the pool's length does not move.
+        """
+        wants = feed.wants_draft & (feed.limit > 0)
+        fits = self.config.context_length - state.pool.length
+        reason = jnp.select(
+            [~wants, ~state.whole | (state.length == 0), fits <= 0],
+            [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.CONTEXT],
+            NoDraft.DRAFTED,
+        )
+        limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), fits)
+        limit = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
+        passes = jnp.max(limit, initial=0)
+        mtp = self.mtp()
+        Chain = tuple[jax.Array, PagedPool, jax.Array, jax.Array, jax.Array, jax.Array]
+
+        def link(chain: Chain) -> Chain:
+            number, pool, hidden, token, tokens, finite = chain
+            pool = replace(pool, length=state.pool.length + number)
+            drafts = number < limit
+            rows, pool = mtp(
+                self._embed(token)[:, None], hidden[:, None], drafts.astype(jnp.int32), pool
+            )
+            logits = self.logits(rows[:, 0])
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # a NaN counts as the largest
+            best = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+            finite = finite & (jnp.isfinite(best) | ~drafts)
+            return number + 1, pool, rows[:, 0], token, tokens.at[:, number].set(token), finite
+
+        batch = feed.anchor.shape[0]
+        start = (
+            jnp.zeros((), jnp.int32),
+            state.pool,
+            state.pending,
+            feed.anchor.astype(jnp.int32),
+            jnp.full((batch, self.draft_tokens), NO_TOKEN, jnp.int32),
+            jnp.ones((batch,), bool),
+        )
+        _, pool, _, _, tokens, finite = lax.while_loop(lambda c: c[0] < passes, link, start)
+        reason = jnp.where((limit > 0) & ~finite, NoDraft.NONFINITE, reason).astype(jnp.int32)
+        length = jnp.where(finite, limit, 0)
+        kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
+        state = replace(state, pool=replace(pool, length=state.pool.length))
+        return state, Proposal(jnp.where(kept, tokens, NO_TOKEN), length), DraftInfo(reason, passes)
+
+    def logits(self, rows: jax.Array) -> jax.Array:
+        """What the target's head reads from the head's rows: [..., D] -> [..., V] float32."""
+        return matmul(rows, self.head, out_dtype=jnp.float32)
+
+    def step(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(self, state, feed)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+
+
+@jax.jit
+def _step(drafter: MtpDrafter, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)

@@ -1,0 +1,120 @@
+"""Prompt lookup: what followed the last time the text ended like this. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal
+
+
+@struct.dataclass
+class NgramState:
+    """Every token so far but the anchor."""
+
+    tokens: jax.Array  # [B, S] int32
+    length: jax.Array  # [B] int32
+    whole: jax.Array  # [B] bool: every committed row so far was ingested
+
+
+@struct.dataclass
+class NgramDrafter:
+    """Looks the end of prompt and output up in itself; a :class:`jaxdraft.base.Drafter`.
+
+    The longest suffix of ``min_ngram`` to ``max_ngram`` tokens that occurs earlier wins; of its
+    occurrences the most recent one. The drafts are the tokens that follow there, as many as exist.
+
+    Example: ``a b c d a b`` and K = 4: the suffix ``a b`` stands at the front too, and ``c d a b``
+    is proposed.
+
+    Source: Saxena, "Prompt Lookup Decoding", 2023; LLMA, arXiv:2304.04487, section 3.
+
+    Attributes:
+      min_ngram: shortest suffix that counts as a match.
+      max_ngram: longest suffix that is looked at.
+      draft_tokens: K.
+    """
+
+    min_ngram: int = struct.field(pytree_node=False, default=2)
+    max_ngram: int = struct.field(pytree_node=False, default=4)
+    draft_tokens: int = struct.field(pytree_node=False, default=7)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"n-grams of {self.min_ngram}..{self.max_ngram} tokens; expected "
+                "1 <= min_ngram <= max_ngram"
+            )
+
+    def with_draft_tokens(self, draft_tokens: int) -> NgramDrafter:
+        """The same lookup with another K."""
+        return replace(self, draft_tokens=draft_tokens)
+
+    def init(self, batch: int, capacity: int) -> NgramState:
+        """No tokens yet, room for ``capacity`` and the anchor."""
+        tokens = jnp.zeros((batch, capacity + 1), jnp.int32)
+        return NgramState(tokens, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
+
+    def ingest(self, state: NgramState, feed: Feed) -> NgramState:
+        """See :meth:`jaxdraft.base.Drafter.ingest`.
+
+        Tokens must follow the ones ingested before, or start again at position 0. A row that does
+        neither has a hole, and so has one that outgrows its capacity.
+        """
+        assert feed.tokens is not None, "a lookup reads the committed tokens"
+        brings = feed.count > 0
+        fresh = brings & (feed.first_position == 0)
+        follows = fresh | (feed.first_position == state.length)
+        whole = fresh | (state.whole & (follows | ~brings))
+        count = jnp.where(whole, feed.count, 0)
+        batch, size = state.tokens.shape
+        step = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
+        place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
+        tokens = state.tokens.at[jnp.arange(batch)[:, None], place].set(feed.tokens, mode="drop")
+        length = jnp.where(count > 0, feed.first_position + count, state.length)
+        return NgramState(tokens, length, whole & (length < size))
+
+    def propose(self, state: NgramState, feed: Feed) -> tuple[NgramState, Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`. The state is read, never written."""
+        size, last = state.tokens.shape[1], state.length[:, None]
+        place = jnp.arange(size, dtype=jnp.int32)[None]
+        text = jnp.where(place == last, feed.anchor[:, None], state.tokens)  # [B, S]
+        # matched[b, p]: how many tokens that end at p are those that end at the anchor.
+        # Example: a b c d a b, at p = 1: b and b, then a and a: 2. At p = 0: a and b differ: 0.
+        same, matched = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
+        for back in range(self.max_ngram):
+            wanted = jnp.take_along_axis(text, jnp.maximum(last - back, 0), axis=1)
+            shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :size]
+            same = same & (shifted == wanted) & (last >= back)
+            matched = matched + same.astype(jnp.int32)
+        matched = jnp.where(place < last, matched, 0)
+        end = size - 1 - jnp.argmax(matched[:, ::-1], axis=1)  # the last of the longest
+        end = end.astype(jnp.int32)
+        found = jnp.max(matched, axis=1) >= self.min_ngram
+
+        wants = feed.wants_draft & (feed.limit > 0)
+        reason = jnp.select(
+            [~wants, ~state.whole, ~found],
+            [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.NO_MATCH],
+            NoDraft.DRAFTED,
+        ).astype(jnp.int32)
+        limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), state.length - end)
+        length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
+        step = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
+        tokens = jnp.take_along_axis(text, end[:, None] + 1 + step, axis=1, mode="clip")
+        tokens = jnp.where(step < length[:, None], tokens, NO_TOKEN)
+        return state, Proposal(tokens, length), DraftInfo(reason, jnp.zeros((), jnp.int32))
+
+    def step(self, state: NgramState, feed: Feed) -> tuple[NgramState, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(self, state, feed)
+
+
+@jax.jit
+def _step(
+    drafter: NgramDrafter, state: NgramState, feed: Feed
+) -> tuple[NgramState, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)
