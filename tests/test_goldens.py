@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxdraft
-from jaxdraft.cli import EMBEDDED, embedded_prompts
+from jaxdraft import EMBEDDED
+from jaxdraft.cli import embedded_prompts
 from tests.paths import artifact, artifact_names
 
 SURE = 1e-3
@@ -20,8 +21,10 @@ SURE = 1e-3
 WITHIN = 5e-4
 """Logits and auxiliary states: float32 conditioning of the reference itself, see its `measured`."""
 
-DRAFTERS = [n for n in artifact_names() if "dflash2" in n or "dspark" in n]
-END_TO_END = [n for n in DRAFTERS if n.startswith("patched_")]
+BLOCKS = [n for n in artifact_names() if "dflash2" in n or "dspark" in n]
+DRAFTERS = BLOCKS + [n for n in artifact_names() if n.endswith("_mtp")]
+# The float32 artifacts with a drafter have the speculative run of the reference.
+END_TO_END = [n for n in DRAFTERS if n.startswith("patched_") or n == "qwen35_fp32_cpu_mtp"]
 
 
 @functools.lru_cache(maxsize=4)
@@ -72,7 +75,7 @@ def test_speculation_is_lossless(name: str) -> None:
     assert int(drafted.stats.accepted.sum()) > 0
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_drafter_call_by_call(name: str) -> None:
     """Six calls for three requests: candidates equal, scores within 2e-5, the same walks."""
     model, golden = load(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdraft import Model, generate, stream
+from jaxdraft import AdaptiveDrafter, Model, generate, score, stream
 from jaxdraft.base import Status
+from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.testing import (
     ScriptedDrafter,
     TableDrafter,
     TableTarget,
     assert_lossless,
     check_stats,
+    tiny_drafter,
     tiny_model,
+    tiny_target_config,
 )
 
 VOCAB = 12
@@ -191,10 +197,10 @@ def test_counting_loses_nothing_at_chunk_borders() -> None:
     assert turns == whole
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_block_drafters(kind: str, rows: int) -> None:
-    """Random block drafters around a hybrid target; acceptance near chance, tokens equal."""
+def test_random_drafters(kind: str, rows: int) -> None:
+    """Random drafters around a hybrid target; acceptance near chance, tokens equal."""
     model = tiny_model(kind)
     prompts = [[(7 * row + i) % 48 for i in range(1, 3 + 8 * row)] for row in range(rows)]
     assert_lossless(model, model.drafter, prompts, max_new_tokens=40)
@@ -203,7 +209,7 @@ def test_block_drafters(kind: str, rows: int) -> None:
     assert rate < 0.5, "a random drafter cannot be right: the comparison is broken"
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
 def test_limits_cut_the_proposal_not_the_block(kind: str) -> None:
     """Two drafts of a limited row are the first two of an unlimited one."""
     model = tiny_model(kind)
@@ -214,7 +220,7 @@ def test_limits_cut_the_proposal_not_the_block(kind: str) -> None:
     assert all(out == outs[0] for out in outs)
 
 
-@pytest.mark.parametrize("kind", [None, "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", [None, "dflash2", "dspark", "mtp"])
 def test_streaming_is_the_same_round(kind: str | None) -> None:
     model = tiny_model(kind)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -229,9 +235,40 @@ def test_streaming_is_the_same_round(kind: str | None) -> None:
     assert [reasons[row] for row in range(3)] == out.finish_reasons
 
 
-def test_rows_do_not_depend_on_their_batch() -> None:
+def test_drafters_change_between_calls_on_one_target() -> None:
+    """Every drafter in turn, over prompts that repeat: one target, the same tokens."""
+    model = tiny_model("mtp")
+    prompts = [[1, 2, 3, 4, 1, 2, 3], [9, 9, 9]]
+    expected = generate(model, prompts, max_new_tokens=24, drafter="none").ids()
+    assert isinstance(model.target, DecoderTarget)
+    others = [tiny_drafter(model.target, kind) for kind in ("dflash2", "dspark")]
+    drafters: list[Any] = ["auto", "ngram", *others, AdaptiveDrafter(model.drafter), "none", "auto"]
+    for drafter in drafters:
+        out = generate(model, prompts, max_new_tokens=24, drafter=drafter)
+        assert out.ids() == expected, drafter
+        check_stats(out.stats)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "mtp"])
+def test_a_target_with_a_sliding_window(kind: str) -> None:
+    """Two layers that see five keys: what is nine tokens back plays no part."""
+    full = tiny_target_config().attention
+    assert full is not None
+    attention = replace(full, window=5)
+    layers: Any = ("attention", "attention")
+    model = tiny_model(kind, layers=layers, taps=(1,), attention=attention)
+    one = list(range(1, 21))
+    logits = score(model, [one, [40, *one[1:]], [*one[:11], 40, *one[12:]]]).logits
+    np.testing.assert_array_equal(logits[0, 9:], logits[1, 9:])
+    assert np.abs(logits[0, :9] - logits[1, :9]).max(axis=-1).min() > 0
+    assert np.abs(logits[0, 11:] - logits[2, 11:]).max(axis=-1).min() > 0
+    assert_lossless(model, model.drafter, [one, [3, 4]], max_new_tokens=24)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "mtp"])
+def test_rows_do_not_depend_on_their_batch(kind: str) -> None:
     """Each row alone, in any order and beside any other: the same tokens and the same accepts."""
-    model = tiny_model("dflash2")
+    model = tiny_model(kind)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [9] * 14]
     whole = generate(model, prompts, max_new_tokens=20, trace=True)
     for order in ([3, 1, 0, 2], [2, 3, 1, 0]):
