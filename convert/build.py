@@ -53,7 +53,7 @@ def abstract(
     part: Any
     for _, part in nnx.iter_modules(made):
         if getattr(part, "config", None) == small:
-            part.config = config
+            setattr(part, "config", config)  # noqa: B010 - modules declare it, Module does not
     if hasattr(made, "rotary"):
         for table in (made.rotary.cos, made.rotary.sin):
             shape = (config.context_length, *table.shape[1:])

@@ -84,8 +84,8 @@ def load_artifact(
       FileNotFoundError: there is no such folder.
       ValueError: ``dtype`` is not a float dtype that is supported.
     """
-    if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
-        raise ValueError(f"dtype {jnp.dtype(dtype).name!r} is not one of {', '.join(_DTYPES)}")
+    if dtype is not None and _dtype_name(dtype) not in _DTYPES:
+        raise ValueError(f"dtype {_dtype_name(dtype)!r} is not one of {', '.join(_DTYPES)}")
     plan = plan_artifact(Path(folder), dtype)
     plan.problems.raise_any()
     try:
@@ -103,6 +103,13 @@ def stored_bytes(recipes: Recipes) -> int:
         for tensor in piece.tensors
     }
     return sum(tensors.values())
+
+
+def _dtype_name(dtype: object) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 def _build(plan: Plan, progress: Callable[[int, int, str], None] | None) -> Loaded:

@@ -55,6 +55,11 @@ def chain(product: Product, weights: list[list[jax.Array]], x: jax.Array) -> jax
     return lax.fori_loop(0, STEPS, step, x)
 
 
+def run(program: Callable[..., jax.Array], weights: list[list[jax.Array]], x: jax.Array) -> None:
+    """One timed call."""
+    program(weights, x).block_until_ready()
+
+
 def main() -> None:
     """Time every form at every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -81,7 +86,7 @@ def main() -> None:
         runs = {}
         for name, (product, weights) in forms.items():
             program = jax.jit(functools.partial(chain, product))
-            runs[name] = lambda p=program, w=weights, x=x: p(w, x).block_until_ready()
+            runs[name] = functools.partial(run, program, weights, x)
         for name, seconds in interleave(runs, repeats=args.repeats).items():
             results[name].append(f"{statistics.median(seconds) / STEPS * 1e3:.1f}")
     head = ["form", *(f"{n} rows" if n > 1 else "1 row" for n in counts)]

@@ -15,7 +15,8 @@ from typing import Any
 from common import interleave, ratios, table, write_result
 
 import jaxdraft
-from jaxdraft.cli import EMBEDDED, embedded_prompts
+from jaxdraft import EMBEDDED
+from jaxdraft.cli import embedded_prompts
 
 
 def main() -> None:

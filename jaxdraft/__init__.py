@@ -24,7 +24,7 @@ from jaxdraft.base import (
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
-from jaxdraft.model import Model, ModelInfo, load
+from jaxdraft.model import EMBEDDED, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Rules
 from jaxdraft.telemetry import Stats, Summary, summarize
@@ -32,6 +32,7 @@ from jaxdraft.telemetry import Stats, Summary, summarize
 __version__ = version("jaxdraft")
 
 __all__ = [
+    "EMBEDDED",
     "AdaptiveDrafter",
     "DraftInfo",
     "Drafter",

@@ -21,14 +21,11 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from jaxdraft.generate import Event, Output, generate, stream
-from jaxdraft.model import Model, load
+from jaxdraft.model import EMBEDDED, Model, load
 from jaxdraft.plan import Plan
 from jaxdraft.plan import plan as make_plan
 from jaxdraft.state.budget import format_bytes
 from jaxdraft.telemetry import Summary, summarize
-
-EMBEDDED = Path(__file__).parent / "data" / "trained"
-"""The trained family that comes with the package."""
 
 app = typer.Typer(
     help="Speculative decoding with block drafters, in JAX.",

@@ -21,6 +21,7 @@ from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
+from jaxdraft.plan import check_batch
 from jaxdraft.round import RoundInfo, RoundState, Rules
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import Text
@@ -101,6 +102,7 @@ def generate(
     draft_limit: int | Sequence[int] | jax.Array | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
+    memory: int | str | None = None,
     trace: bool = False,
     throw: bool = True,
 ) -> Output:
@@ -122,6 +124,8 @@ def generate(
       max_length: the longest sequence, prompt included. Default: the model's context.
       draft_tokens: K of a drafter that can have any, "mtp" and "ngram". Static: another K is
         another program, where another ``draft_limit`` is not. Default: the drafter's own.
+      memory: bytes, or a string like "12GiB": refuse a batch whose weights and state need more,
+        before anything is allocated. See :func:`jaxdraft.plan` for what would fit.
       trace: also give ``out.trace``.
       throw: raise when a row's logits were not finite, instead of only saying so in ``status``.
 
@@ -136,7 +140,7 @@ def generate(
     traced = isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     plan = _plan(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens,
+        draft_tokens, memory,
     )  # fmt: skip
     out = _generate(
         model.target,
@@ -164,19 +168,19 @@ def stream(
     draft_limit: int | Sequence[int] | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
+    memory: int | str | None = None,
     throw: bool = True,
 ) -> Iterator[Event]:
     """Like :func:`generate`, round by round: an event for every row that received tokens.
 
     The same prefill and the same round are called from Python, and give the same tokens. The
-    generator returns the final :class:`Output` (``return`` value of the iteration, or see
-    :func:`collect`).
+    generator returns the final :class:`Output` (the ``value`` of its ``StopIteration``).
 
     Args, Raises: see :func:`generate`. Arguments are checked before this returns.
     """
     plan = _plan(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens,
+        draft_tokens, memory,
     )  # fmt: skip
     return _stream(model, plan, throw)
 
@@ -337,7 +341,8 @@ def _plan(
     draft_limit: Any,
     max_length: int | None,
     drafter: str | Drafter,
-    draft_tokens: int | None = None,
+    draft_tokens: int | None,
+    memory: int | str | None,
 ) -> _Plan:
     """Check everything, then put it on the device."""
     chosen = model.choose(drafter, draft_tokens)
@@ -375,13 +380,15 @@ def _plan(
     new_tokens = _bucket(most)
     if not traced:
         ids = _pad(ids, _bucket(ids.shape[1]))
-    most_tokens = np.minimum(wanted, _INT32_MAX)
+    if memory is not None:
+        capacity = ids.shape[1] + new_tokens  # as in `_start`
+        check_batch(model.target, chosen, batch=batch, capacity=capacity, memory=memory)
     max_lengths = np.full((batch,), limit, np.int32)
     # One transfer for everything.
-    ids, count, stop_array, most_tokens, max_lengths, drafts = jax.device_put(
-        (ids, count, np.asarray(_pad_stops(stops), np.int32), most_tokens, max_lengths, drafts)
+    ids, count, stop_array, wanted_tokens, max_lengths, drafts = jax.device_put(
+        (ids, count, np.asarray(_pad_stops(stops), np.int32), wanted, max_lengths, drafts)
     )
-    rules = Rules(stop_array, most_tokens, max_lengths, drafts)
+    rules = Rules(stop_array, wanted_tokens, max_lengths, drafts)
     return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()))
 
 
@@ -453,7 +460,7 @@ def _per_row(name: str, value: int | Sequence[int], batch: int, *, low: int) -> 
         raise ValueError(f"{name} is {value!r}; expected an integer, or {batch} of them")
     if given.min(initial=low) < low:
         raise ValueError(f"{name} is {value!r}; expected at least {low}")
-    return np.broadcast_to(given, (batch,)).astype(np.int32)
+    return np.broadcast_to(np.minimum(given, _INT32_MAX), (batch,)).astype(np.int32)
 
 
 def _bucket(size: int) -> int:

@@ -163,7 +163,7 @@ def test_streaming_compiles_the_round_once() -> None:
 
 def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
     """The program takes device arrays and gives device arrays; nothing in it asks the host."""
-    plan = front._plan(model, [[1, 2, 3], [4]], None, 12, (), None, None, "auto")
+    plan = front._plan(model, [[1, 2, 3], [4]], None, 12, (), None, None, "auto", None, None)
     run = functools.partial(
         front._generate, model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
         new_tokens=plan.new_tokens, trace=False,
@@ -181,7 +181,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
 
 
 def test_the_round_donates_its_state(model: Model) -> None:
-    plan = front._plan(model, [[1, 2, 3]], None, 12, (), None, None, "auto")
+    plan = front._plan(model, [[1, 2, 3]], None, 12, (), None, None, "auto", None, None)
     state = front._start_program(
         model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
         new_tokens=plan.new_tokens,
@@ -222,3 +222,26 @@ def test_counters_of_two_runs_merge(table: Model) -> None:
     assert 1 <= total.tokens_per_round <= 4 and len(total.lines()) >= 4
     empty = summarize(generate(table, [[1]], max_new_tokens=1, drafter=drafter).stats)
     assert empty.acceptance is None and empty.tokens_per_round is None and empty.lines()
+
+
+def test_a_budget_is_checked_before_anything_runs(model: Model) -> None:
+    free = generate(model, [[1, 2, 3]], max_new_tokens=8)
+    assert generate(model, [[1, 2, 3]], max_new_tokens=8, memory="1GiB").ids() == free.ids()
+    with pytest.raises(ValueError, match="KiB|MiB|bytes"):
+        generate(model, [[1, 2, 3]] * 64, max_new_tokens=200, memory="1MiB")
+
+
+def test_a_pooled_target_decodes_like_a_dense_one(model: Model) -> None:
+    """Pages of 16 shared by three rows; a row that is released starts again from nothing."""
+    target = model.target
+    tokens = jax.random.randint(jax.random.key(0), (3, 20), 0, 48)
+    count = jnp.asarray([20, 7, 13], jnp.int32)
+    dense = target.forward(tokens, count, target.init(3, 32))
+    pooled, granted = target.grow(target.init_pool(3, pages=5, page_size=16, columns=2), count)
+    assert granted.tolist() == [True] * 3
+    out = target.forward(tokens, count, pooled)
+    for row, n in enumerate(count.tolist()):
+        np.testing.assert_allclose(out.logits[row, :n], dense.logits[row, :n], atol=1e-5)
+    state = target.release(target.commit(out.state, count), jnp.asarray([True, False, True]))
+    assert state.length.tolist() == [0, 7, 0] and int(state.pool.free_count) == 4
+    assert not any(np.asarray(m.state)[[0, 2]].any() for m in state.recurrent)

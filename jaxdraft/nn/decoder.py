@@ -154,6 +154,40 @@ class DecoderTarget:
         )
         return DecoderState(pool, self.init_recurrent(batch))
 
+    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> DecoderState:
+        """An empty state whose rows share a pool; a row owns nothing before :meth:`grow`.
+
+        Args:
+          batch: B.
+          pages: P.
+          page_size: Z.
+          columns: M, pages of the longest row.
+        """
+        a = self.config.attention
+        pool = PagedPool.zeros(
+            layers=self.config.count("attention"),
+            batch=batch,
+            pages=pages,
+            page_size=page_size,
+            columns=columns,
+            kv_heads=a.kv_heads if a else 1,
+            head_dim=a.head_dim if a else 1,
+            dtype=self.dtype,
+        )
+        return DecoderState(pool, self.init_recurrent(batch))
+
+    def grow(self, state: DecoderState, positions: jax.Array) -> tuple[DecoderState, jax.Array]:
+        """Pages for ``positions`` [B] of every row, or none: see :func:`paged.grow`."""
+        if not state.pool.keys:  # no attention layer: nothing to own
+            return state, jnp.ones(positions.shape, bool)
+        pool, granted = paged.grow(state.pool, positions)
+        return dataclasses.replace(state, pool=pool), granted
+
+    def release(self, state: DecoderState, rows: jax.Array) -> DecoderState:
+        """The rows where ``rows`` [B] is true give back their pages and start again."""
+        memory = tuple(recurrent.reset(m, rows) for m in state.recurrent)
+        return DecoderState(paged.release(state.pool, rows), memory)
+
     def init_recurrent(self, batch: int) -> tuple[Recurrent, ...]:
         """Zero states of the delta-net layers."""
         d = self.config.delta_net

@@ -1,0 +1,76 @@
+"""The command line: what people see, and that mistakes are sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxdraft import EMBEDDED
+from jaxdraft.cli import app
+from tests.paths import artifact
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_cache_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused: conftest has chosen one")
+
+
+def test_inspect_says_what_an_artifact_is() -> None:
+    result = runner.invoke(app, ["inspect", str(EMBEDDED)])
+    assert result.exit_code == 0, result.output
+    for word in ("dflash2", "no problems found"):
+        assert word in result.output
+    facts = json.loads(runner.invoke(app, ["inspect", str(EMBEDDED), "--json"]).stdout)
+    assert facts["problems"] == []
+
+
+def test_inspect_reports_problems_and_fails() -> None:
+    result = runner.invoke(app, ["inspect", str(artifact("broken_qwen3_paged_fp16_int8kv"))])
+    assert result.exit_code == 1
+    assert "problem" in result.output and "PagedAttention" in result.output
+
+
+def test_generate_streams_and_counts() -> None:
+    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24"]
+    drafted = runner.invoke(app, command)
+    plain = runner.invoke(app, [*command, "--drafter", "none"])
+    assert drafted.exit_code == 0, drafted.output
+    assert plain.exit_code == 0, plain.output
+    text = [re.split(r"\n[\d.]+ tokens/s", r.stdout)[0] for r in (drafted, plain)]
+    assert text[0] == text[1] and text[0].startswith("def main(argv):")
+    assert "accepted, by position" in drafted.stdout and "tokens a round" in drafted.stdout
+    assert "by position" not in plain.stdout
+
+
+def test_demo_shows_equal_texts() -> None:
+    result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("equal to plain decoding") == 3
+    assert re.search(r"dflash2 .*x", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "no-such-folder"], "no-such-folder"),
+        (["generate", "no-such-folder", "--prompt", "x"], "no-such-folder"),
+        (["generate", str(EMBEDDED), "--prompt", ""], "empty"),
+        (["generate", str(EMBEDDED), "--prompt", "x", "--drafter", "dflash3"], "dflash3"),
+        (["generate", str(EMBEDDED), "--prompt", "x", "--dtype", "int7"], "int7"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: list[str], words: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert words in result.output and "Traceback" not in result.output
+
+
+def test_the_embedded_model_is_in_the_package() -> None:
+    for name in ("model.onnx", "dflash2.onnx", "tokenizer.json", "prompts.json", "MODEL_CARD.md"):
+        assert (Path(EMBEDDED) / name).is_file()
