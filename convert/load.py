@@ -105,7 +105,7 @@ def stored_bytes(recipes: Recipes) -> int:
     return sum(tensors.values())
 
 
-def _dtype_name(dtype: object) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     try:
         return jnp.dtype(dtype).name
     except TypeError:
