@@ -5,15 +5,14 @@ p lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length
 what lies at or past it is scratch that the next write overwrites and no mask lets through.
 
 Pages are kept as ``[P, G, Z, H]``, heads before slots: every product of attention then has its
-batch dimensions in front and reads a page as it lies (``experiments/step_time.py`` has the
-difference).
+batch dimensions in front and reads a page as it lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import chex
 import jax
@@ -23,9 +22,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
-
-if TYPE_CHECKING:
-    from jaxdraft.state.ring import Ring
 
 CHUNK = 128
 """Slots a pass of attention reads at a time."""
@@ -139,11 +135,44 @@ class PagedPool:
         )
 
 
-AnyPool = TypeVar("AnyPool", bound="PagedPool | Ring")
-"""Tables over a stack of free pages: all that :func:`grow` and :func:`release` look at."""
+class Pages(Protocol):
+    """Tables over a stack of free pages: all that :func:`grow` and :func:`release` look at.
+
+    A :class:`PagedPool` and a :class:`jaxdraft.state.ring.Ring` are such.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def table(self) -> jax.Array:
+        """[B, M] int32."""
+        ...
+
+    @property
+    def length(self) -> jax.Array:
+        """[B] int32."""
+        ...
+
+    @property
+    def free(self) -> jax.Array:
+        """[P] int32."""
+        ...
+
+    @property
+    def free_count(self) -> jax.Array:
+        """[] int32."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Z."""
+        ...
 
 
-def owned(pool: PagedPool | Ring) -> jax.Array:
+AnyPool = TypeVar("AnyPool", bound=Pages)
+
+
+def owned(pool: Pages) -> jax.Array:
     """Pages each row owns, [B] int32."""
     return jnp.sum(pool.table != NO_PAGE, axis=1, dtype=jnp.int32)
 
