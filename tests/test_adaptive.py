@@ -149,7 +149,7 @@ def test_it_looks_at_the_past_only() -> None:
             feed = Feed(
                 aux=None,
                 count=jnp.asarray(count, jnp.int32),
-                first_position=jnp.zeros((2,), jnp.int32),
+                first_position=jnp.full((2,), 5, jnp.int32),
                 anchor=jnp.asarray(np.random.default_rng().integers(0, VOCAB, 2), jnp.int32),
                 wants_draft=jnp.ones((2,), bool),
                 limit=jnp.asarray([K, 2], jnp.int32),
@@ -170,7 +170,7 @@ def test_a_row_learns_from_its_own_rounds_once() -> None:
         return Feed(
             aux=None,
             count=jnp.asarray(count, jnp.int32),
-            first_position=jnp.zeros((2,), jnp.int32),
+            first_position=jnp.full((2,), 5, jnp.int32),
             anchor=jnp.zeros((2,), jnp.int32),
             wants_draft=jnp.asarray(wants),
             limit=jnp.full((2,), K, jnp.int32),
@@ -188,6 +188,8 @@ def test_a_row_learns_from_its_own_rounds_once() -> None:
     np.testing.assert_allclose(state.rate, expected, atol=1e-6)
     again = drafter.ingest(state, feed([5, 1], [True, False]))
     np.testing.assert_array_equal(again.rate, state.rate)
+    first = replace(feed([2, 0], [True, False]), first_position=jnp.zeros((2,), jnp.int32))
+    np.testing.assert_array_equal(drafter.ingest(state, first).rate, start)  # another text
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])

@@ -22,7 +22,15 @@ from jaxdraft import DraftInfo, Feed, Model, NoDraft, Proposal, generate
 from jaxdraft.draft.mtp import MtpDrafter, MtpState
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.round import MAX_FAILURES
-from jaxdraft.testing import TableTarget, propose_tokens, tiny_model, tiny_mtp, tiny_target
+from jaxdraft.state import paged
+from jaxdraft.testing import (
+    TableTarget,
+    check_pool,
+    propose_tokens,
+    tiny_model,
+    tiny_mtp,
+    tiny_target,
+)
 from tests.paths import artifact, artifact_names
 
 HEADS = [n for n in artifact_names() if n.endswith("_mtp")]
@@ -201,6 +209,64 @@ def test_rows_do_not_see_each_other() -> None:
         alone = feed(tokens[b : b + 1], hidden[b : b + 1], count, 0)
         proposal = head().step(head().init(1, SIZE), alone)[1]
         np.testing.assert_array_equal(proposal.tokens[0], together.tokens[b])
+
+
+@settings(max_examples=20)
+@given(
+    seed=SEEDS,
+    cuts=st.lists(st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS), max_size=4),
+    over=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
+)
+def test_a_shared_pool_is_a_fixed_batch(seed: int, cuts: list[list[int]], over: list[bool]) -> None:
+    """Pages of two slots, as many as a target needs for the same positions and its window: the
+    same drafts as with a page a row, no row denied, and every page comes back."""
+    tokens, hidden = material(seed)
+    target_pages = -(-(SIZE + 1 + K) // 2)
+    shared = head().init_pool(ROWS, pages=ROWS * target_pages, page_size=2, columns=target_pages)
+    fixed, at = head().init(ROWS, SIZE), np.zeros(ROWS, int)
+    for counts in cuts:
+        width = np.minimum(counts, SIZE - at)
+        index = np.minimum(at[:, None] + np.arange(4), SIZE - 1)
+        part = jnp.take_along_axis(tokens, index, axis=1)
+        rows = jnp.take_along_axis(hidden, index[..., None], axis=1)
+        asks = feed(part, rows, width, at)
+        shared, found, info = head().step(shared, asks)
+        fixed, expected, same = head().step(fixed, asks)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(info.reason, same.reason)
+        check_pool(shared.pool)
+        at = at + width
+        # Never more pages than the target holds: its committed rows, the anchor and the drafts.
+        owned = np.asarray(paged.owned(shared.pool))
+        assert (owned <= -(-(at + 1 + K) // 2)).all()
+    assert int(shared.misses) == 0
+    for _ in range(2):  # releasing a row twice is releasing it once
+        shared = head().release(shared, jnp.asarray(over))
+        check_pool(shared.pool)
+    owned = np.asarray(paged.owned(shared.pool))
+    assert (owned[np.asarray(over)] == 0).all()
+    shared = head().release(shared, jnp.ones((ROWS,), bool))
+    assert int(shared.pool.free_count) == ROWS * target_pages
+
+
+def test_a_row_without_pages_is_denied_until_released() -> None:
+    """Six pages of two slots; row 1 alone has eleven pairs. The others do not notice."""
+    tokens, hidden = material(6)
+    small = head().init_pool(ROWS, pages=6, page_size=2)
+    counts = [4, 12, 2]  # slots of pairs and scratch: 3 + 3, 11 + 3, 1 + 3
+    small, proposal, info = head().step(small, feed(tokens, hidden, counts, 0))
+    assert info.reason.tolist() == [NoDraft.DRAFTED, NoDraft.DENIED, NoDraft.DRAFTED]
+    assert proposal.length.tolist() == [K, 0, K] and int(small.misses) == 1
+    assert np.asarray(paged.owned(small.pool)).tolist() == [3, 0, 2]
+    check_pool(small.pool)
+    full = head().step(head().init(ROWS, SIZE), feed(tokens, hidden, counts, 0))[1]
+    np.testing.assert_array_equal(proposal.tokens[::2], full.tokens[::2])
+    again = feed(tokens[:, 8:], hidden[:, 8:], [0, 1, 0], [4, 12, 2])
+    small, _, info = head().step(small, again)
+    assert info.reason.tolist() == [NoDraft.DRAFTED, NoDraft.DENIED, NoDraft.DRAFTED]
+    small = head().release(small, jnp.asarray([True, True, False]))
+    small, _, info = head().step(small, feed(tokens, hidden, [0, 3, 0], 0))
+    assert info.reason.tolist() == [NoDraft.HOLE, NoDraft.DRAFTED, NoDraft.DRAFTED]
 
 
 # ---------------------------------------------------------------------------- failure

@@ -73,26 +73,29 @@ class AdaptiveDrafter:
     def init(self, batch: int, capacity: int) -> AdaptiveState:
         """An empty state around the drafter's own."""
         none = jnp.zeros((batch,), jnp.int32)
-        rate = jnp.broadcast_to(jnp.asarray(self.start, jnp.float32), (batch, self.draft_tokens))
-        return AdaptiveState(self.inner.init(batch, capacity), rate, none, none)
+        return AdaptiveState(self.inner.init(batch, capacity), self._rate(batch), none, none)
 
     def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
         """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
 
         A round that commits c rows accepted c - 1 drafts. Example: 3 proposed, 2 rows committed:
-        draft 0 stood, draft 1 did not, and nothing is known of draft 2.
+        draft 0 stood, draft 1 did not, and nothing is known of draft 2. A row that starts again at
+        position 0 is another text: what was learned of it is forgotten.
         """
+        fresh = (feed.count > 0) & (feed.first_position == 0)
         judged = (feed.count > 0) & (state.proposed > 0)
         accepted = (feed.count - 1)[:, None]
         place = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
         known = judged[:, None] & (place <= accepted) & (place < state.proposed[:, None])
         stood = (place < accepted).astype(jnp.float32)
         step = jnp.where(known, stood - state.rate, 0.0)
+        rate = state.rate + jnp.asarray(self.gain, jnp.float32) * step
         return replace(
             state,
             inner=self.inner.ingest(state.inner, feed),
-            rate=state.rate + jnp.asarray(self.gain, jnp.float32) * step,
+            rate=jnp.where(fresh[:, None], self._rate(feed.count.shape[0]), rate),
             proposed=jnp.where(feed.count > 0, 0, state.proposed),
+            cut=jnp.where(fresh, 0, state.cut),
         )
 
     def propose(
@@ -122,6 +125,9 @@ class AdaptiveDrafter:
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
         cost = 1.0 + jnp.where(drafts > 0, self.round_cost, 0.0) + drafts * self.draft_cost
         return jnp.argmax(tokens / cost[None], axis=1).astype(jnp.int32)
+
+    def _rate(self, batch: int) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(self.start, jnp.float32), (batch, self.draft_tokens))
 
     def step(self, state: AdaptiveState, feed: Feed) -> tuple[AdaptiveState, Proposal, DraftInfo]:
         """``ingest`` then ``propose``, as one compiled program."""

@@ -15,6 +15,7 @@ from jaxdraft.config import MtpConfig
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state import paged
+from jaxdraft.state.budget import check_slots, whole
 from jaxdraft.state.paged import PagedPool
 
 DRAFT_TOKENS = 3
@@ -37,6 +38,8 @@ class MtpState:
     pending: jax.Array  # [B, D], the hidden row of position length - 1
     length: jax.Array  # [B] int32, positions ingested
     whole: jax.Array  # [B] bool: every committed row so far was ingested
+    denied: jax.Array  # [B] bool: found no page; no drafts until the row is released
+    misses: jax.Array  # [] int32: how often that happened
 
 
 @struct.dataclass
@@ -68,14 +71,63 @@ class MtpDrafter:
             head_dim=a.head_dim,
             dtype=self.dtype,
         )
-        pending = jnp.zeros((batch, self.config.width), self.dtype)
-        return MtpState(pool, pending, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
+        return self._start(pool)
+
+    def init_pool(
+        self, batch: int, *, pages: int, page_size: int, columns: int | None = None
+    ) -> MtpState:
+        """An empty state whose rows share a pool that mirrors the target's.
+
+        Pairs and scratch never pass the last position of the target's window, so a row needs no
+        page that its target has not: with as many pages of the same size none is ever missing. With
+        fewer, a row that finds none is *denied*: it owns nothing and proposes nothing until it is
+        released.
+
+        Args:
+          batch: B.
+          pages: P, of the target's pool.
+          page_size: Z.
+          columns: M, pages of the longest row. Default: all.
+
+        Raises:
+          ValueError: a size that is not positive, or more slots than int32 can number.
+        """
+        check_slots("the drafter's pool", whole("pages", pages), whole("page_size", page_size))
+        a = self.config.attention
+        return self._start(
+            PagedPool.zeros(
+                layers=1,
+                batch=whole("batch", batch),
+                pages=pages,
+                page_size=page_size,
+                columns=pages if columns is None else whole("columns", columns),
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                dtype=self.dtype,
+            )
+        )
+
+    def release(self, state: MtpState, rows: jax.Array) -> MtpState:
+        """The rows where ``rows`` [B] is true are over: all they own is free again."""
+        chex.assert_shape(rows, state.length.shape)
+        if state.pool.dense:  # a row keeps its page, and forgets what it holds
+            pool = replace(state.pool, length=jnp.where(rows, 0, state.pool.length))
+        else:
+            pool = paged.release(state.pool, rows)
+        return replace(
+            state,
+            pool=pool,
+            length=jnp.where(rows, 0, state.length),
+            whole=state.whole | rows,
+            denied=state.denied & ~rows,
+        )
 
     def ingest(self, state: MtpState, feed: Feed) -> MtpState:
         """See :meth:`jaxdraft.base.Drafter.ingest`; ``feed.anchor`` need not be known.
 
         Rows must follow the ones ingested before, or start again at position 0. A row that does
-        neither has a hole: it takes nothing in and proposes nothing until it starts again.
+        neither has a hole: it takes nothing in and proposes nothing until it starts again. In a
+        pool, a row takes pages as it grows.
 
         Example: rows h0 h1 h2 of tokens a b c, then h3 of d. The first call caches (h0, b), (h1, c)
         and keeps h2; the second caches (h2, d) and keeps h3.
@@ -86,8 +138,11 @@ class MtpDrafter:
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
-        whole = fresh | (state.whole & (follows | ~brings))
-        count = jnp.where(whole, feed.count, 0)
+        intact = fresh | (state.whole & (follows | ~brings))
+        count = jnp.where(intact & ~state.denied, feed.count, 0)
+        state = self._cover(state, jnp.where(count > 0, feed.first_position + count - 1, 0))
+        count = jnp.where(state.denied, 0, count)
+        fresh = fresh & (count > 0)
         steps = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
         # What lies past `count` may be anything, even NaN; it must not reach a product.
         hidden = jnp.where((steps < count[:, None])[..., None], feed.hidden, 0).astype(self.dtype)
@@ -99,11 +154,12 @@ class MtpDrafter:
         pool = replace(state.pool, length=jnp.where(fresh, 0, state.pool.length))
         # Only keys and values are kept; the rest of the layer is never computed.
         _, written = self.mtp()(self._embed(tokens), paired, pairs, pool)
-        return MtpState(
+        return replace(
+            state,
             pool=replace(written, length=pool.length + pairs),
             pending=jnp.take_along_axis(rows, count[:, None, None], axis=1)[:, 0],
             length=jnp.where(count > 0, feed.first_position + count, state.length),
-            whole=whole,
+            whole=intact,
         )
 
     def propose(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
@@ -116,12 +172,15 @@ class MtpDrafter:
         wants = feed.wants_draft & (feed.limit > 0)
         fits = self.config.context_length - state.pool.length
         reason = jnp.select(
-            [~wants, ~state.whole | (state.length == 0), fits <= 0],
-            [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.CONTEXT],
+            [~wants, state.denied, ~state.whole | (state.length == 0), fits <= 0],
+            [NoDraft.UNWANTED, NoDraft.DENIED, NoDraft.HOLE, NoDraft.CONTEXT],
             NoDraft.DRAFTED,
         )
         limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), fits)
         limit = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
+        state = self._cover(state, jnp.where(limit > 0, state.pool.length + limit, 0))
+        reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
+        limit = jnp.where(state.denied, 0, limit)
         passes = jnp.max(limit, initial=0)
         mtp = self.mtp()
         Chain = tuple[jax.Array, PagedPool, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -162,6 +221,32 @@ class MtpDrafter:
     def step(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
         """``ingest`` then ``propose``, as one compiled program."""
         return _step(self, state, feed)
+
+    def _start(self, pool: PagedPool) -> MtpState:
+        batch = pool.length.shape[0]
+        none = jnp.zeros((batch,), bool)
+        return MtpState(
+            pool=pool,
+            pending=jnp.zeros((batch, self.config.width), self.dtype),
+            length=jnp.zeros((batch,), jnp.int32),
+            whole=~none,
+            denied=none,
+            misses=jnp.zeros((), jnp.int32),
+        )
+
+    def _cover(self, state: MtpState, pairs: jax.Array) -> MtpState:
+        """Pages for ``pairs`` [B] of every row; a row that asks in vain gives back what it has."""
+        if state.pool.dense:
+            return state
+        pool, granted = paged.grow(state.pool, pairs)
+        missed = (pairs > 0) & ~granted
+        return replace(
+            state,
+            pool=paged.release(pool, missed),
+            length=jnp.where(missed, 0, state.length),
+            denied=state.denied | missed,
+            misses=state.misses + jnp.sum(missed, dtype=jnp.int32),
+        )
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
