@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -15,9 +15,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from convert.errors import ArtifactError
-from convert.pieces import Recipe
+from convert.graph import FLOATS
+from convert.pieces import PackedBytes, Piece, Quantized, Recipe, Scales
 from jaxdraft.config import DrafterConfig, TargetConfig
-from jaxdraft.nn.linear import Frozen, Structure
+from jaxdraft.nn.linear import Frozen, Linear, PackedLinear, Structure
 
 Path = tuple[str | int, ...]
 Progress = Callable[[int, int, str], None]
@@ -59,6 +60,66 @@ def abstract(
             shape = (config.context_length, *table.shape[1:])
             table.set_value(jax.ShapeDtypeStruct(shape, table.dtype))
     return made
+
+
+def pack(
+    module: nnx.Module, recipes: Mapping[Path, Recipe], dtype: DTypeLike
+) -> dict[Path, Recipe]:
+    """Put a ``PackedLinear`` where ``module`` has a ``Linear`` whose source is packed alike.
+
+    That is: every piece comes from MatMulNBits with the same bits, block and type of scales, and
+    none has zero points. Everything else is dequantized on load as without packing: the head and
+    the embedding, which target and drafter share as one array, and the experts of a MoE.
+
+    Args:
+      module: an abstract module; changed in place.
+      recipes: of its parameters.
+      dtype: of its products.
+
+    Returns:
+      The recipes of the changed module.
+    """
+    packed: dict[Path, Recipe] = {}
+    for path, recipe in recipes.items():
+        parts = _alike(recipe) if path[-1] == "weight" and path != ("head", "weight") else None
+        parent: Any = module
+        for key in path[:-2]:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        if parts is None or not isinstance(getattr(parent, str(path[-2])), Linear):
+            packed[path] = recipe
+            continue
+        made = {
+            "weight_q": _below([PackedBytes(part) for part in parts]),
+            "scales": _below([Scales(part) for part in parts]),
+        }
+        first = parts[0]
+        linear = PackedLinear(
+            jax.ShapeDtypeStruct(made["weight_q"].shape, np.uint8),
+            jax.ShapeDtypeStruct(made["scales"].shape, FLOATS[first.scales.data_type]),
+            bits=first.blocks.bits,
+            block=first.blocks.block,
+            inputs=first.blocks.width,
+            dtype=dtype,
+        )
+        setattr(parent, str(path[-2]), linear)
+        packed |= {(*path[:-1], name): each for name, each in made.items()}
+    return packed
+
+
+def _below(pieces: Sequence[Piece]) -> Recipe:
+    """Pieces that differ in their first axis alone, one below the other."""
+    height = sum(piece.shape[0] for piece in pieces)
+    return Recipe.stack((height, *pieces[0].shape[1:]), pieces)
+
+
+def _alike(recipe: Recipe) -> list[Quantized] | None:
+    """The pieces, if they can stand one below the other in a ``PackedLinear``."""
+    parts = [piece for piece in recipe.pieces if isinstance(piece, Quantized)]
+    if len(parts) < len(recipe.pieces) or len({(p.blocks, p.scales.data_type) for p in parts}) != 1:
+        return None
+    blocks = parts[0].blocks
+    implied = not blocks.signed and blocks.zero == 1 << (blocks.bits - 1)
+    return parts if implied and all(p.zeros is None for p in parts) else None
 
 
 def split(module: nnx.Module) -> tuple[Structure, dict[Path, jax.ShapeDtypeStruct]]:

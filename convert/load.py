@@ -65,6 +65,7 @@ def load_artifact(
     folder: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    packed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Convert the artifact in ``folder``.
@@ -77,6 +78,7 @@ def load_artifact(
       dtype: float dtype of weights and activations. Default: the stored one, for the target and
         for the drafter on its own (a bfloat16 drafter stays bfloat16 under a float16 target).
         Rotary tables of the target and the gates of its delta nets are float32 always.
+      packed: keep the matrices of MatMulNBits packed in memory; see :func:`convert.build.pack`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:
@@ -86,7 +88,7 @@ def load_artifact(
     """
     if dtype is not None and _dtype_name(dtype) not in _DTYPES:
         raise ValueError(f"dtype {_dtype_name(dtype)!r} is not one of {', '.join(_DTYPES)}")
-    plan = plan_artifact(Path(folder), dtype)
+    plan = plan_artifact(Path(folder), dtype, packed=packed)
     plan.problems.raise_any()
     try:
         return _build(plan, progress)
@@ -116,11 +118,10 @@ def _build(plan: Plan, progress: Callable[[int, int, str], None] | None) -> Load
     config, target = plan.config, plan.target
     assert config is not None and target is not None and plan.target_shell is not None
     shells = {"target": plan.target_shell}
-    recipes = {"target": target.recipes}
     if plan.drafter is not None:
         assert plan.drafter_shell is not None
         shells["drafter"] = plan.drafter_shell
-        recipes["drafter"] = plan.drafter.recipes
+    recipes = {part: shell.recipes for part, shell in shells.items()}
     stored = {part: stored_bytes(found) for part, found in recipes.items()}
     total = sum(recipe.nbytes for found in recipes.values() for recipe in found.values())
     so_far = 0

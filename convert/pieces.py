@@ -190,6 +190,46 @@ class Quantized:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedBytes:
+    """The stored bytes of a quantized matrix, [out, blocks, bytes of a block] uint8."""
+
+    matrix: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        blocks = self.matrix.blocks
+        return (self.matrix.shape[0], blocks.count, blocks.row_bytes // blocks.count)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix.packed,)
+
+    def write(self, out: Array) -> None:
+        m = self.matrix
+        stored = packed_bytes(m.packed).reshape(m.total, *self.shape[1:])
+        out[...] = stored[m.start : m.stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scales of a quantized matrix, [out, blocks], as they are stored."""
+
+    matrix: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.matrix.shape[0], self.matrix.blocks.count)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix.scales,)
+
+    def write(self, out: Array) -> None:
+        m = self.matrix
+        convert_into(out, m.scales.read().reshape(m.total, -1)[m.start : m.stop])
+
+
 def packed_bytes(tensor: Tensor) -> Array:
     """The stored bytes of an integer tensor, two 4-bit elements a byte; floats as they are."""
     return tensor.raw() if tensor.is_nibbles else tensor.read()

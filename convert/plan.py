@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from convert.artifact import ArtifactConfig, DrafterSection, read_config
 from convert.block import DrafterPlan
-from convert.build import abstract, check, split
+from convert.build import abstract, check, pack, split
 from convert.contract import check_contract
 from convert.dflash2 import plan_dflash2
 from convert.dspark import plan_dspark
@@ -46,10 +46,11 @@ _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark
 
 @dataclasses.dataclass(frozen=True)
 class Shell:
-    """A module without numbers: its structure and the shape and dtype of every parameter."""
+    """A module without numbers: the shape and dtype of every parameter, and how it is made."""
 
     structure: Structure
     wanted: Mapping[tuple[str | int, ...], jax.ShapeDtypeStruct]
+    recipes: Recipes
 
 
 @dataclasses.dataclass
@@ -82,12 +83,13 @@ class Plan:
         return min(lengths)
 
 
-def plan_artifact(folder: Path, dtype: DTypeLike | None = None) -> Plan:
+def plan_artifact(folder: Path, dtype: DTypeLike | None = None, *, packed: bool = False) -> Plan:
     """Read and check an artifact.
 
     Args:
       folder: the artifact's folder.
       dtype: of the modules; default: the stored one of target and drafter.
+      packed: keep quantized matrices packed where :func:`convert.build.pack` can.
 
     Raises:
       FileNotFoundError: no such folder. Everything else becomes a problem of the plan.
@@ -115,7 +117,9 @@ def plan_artifact(folder: Path, dtype: DTypeLike | None = None) -> Plan:
     if target is None:
         return plan
     plan.target_shell = attempt(
-        lambda: _shell(graph, Decoder, target.config, target.recipes, _dtype(dtype, target.dtype))
+        lambda: _shell(
+            graph, Decoder, target.config, target.recipes, _dtype(dtype, target.dtype), packed
+        )
     )
     drafter_graph = plan.drafter_graph
     if section is None or drafter_graph is None:
@@ -129,7 +133,7 @@ def plan_artifact(folder: Path, dtype: DTypeLike | None = None) -> Plan:
     check_contract(config, section, graph, target, drafter_graph, drafter, problems)
     module, compute = _MODULES[section.kind], _dtype(dtype, drafter.dtype)
     plan.drafter_shell = attempt(
-        lambda: _shell(drafter_graph, module, drafter.config, drafter.recipes, compute)
+        lambda: _shell(drafter_graph, module, drafter.config, drafter.recipes, compute, packed)
     )
     return plan
 
@@ -140,11 +144,17 @@ def _shell(
     config: TargetConfig | DrafterConfig,
     recipes: Recipes,
     dtype: DTypeLike,
+    packed: bool,
 ) -> Shell:
     """The module, checked against its recipes."""
-    structure, wanted = split(abstract(module, config, dtype))
+    made = abstract(module, config, dtype)
+    structure, wanted = split(made)
     check(graph.file, wanted, recipes)
-    return Shell(structure, wanted)
+    if packed:
+        recipes = pack(made, recipes, dtype)
+        structure, wanted = split(made)
+        check(graph.file, wanted, recipes)
+    return Shell(structure, wanted, recipes)
 
 
 def _dtype(requested: DTypeLike | None, stored: int) -> jnp.dtype:

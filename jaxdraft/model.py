@@ -118,6 +118,7 @@ def load(
     folder: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    packed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Read an artifact of onnxruntime-genai's model builder.
@@ -128,6 +129,8 @@ def load(
     Args:
       folder: holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a tokenizer.
       dtype: of the weights and activations; default: the artifact's own.
+      packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
+        product, to the same numbers. Head, embedding and experts are dequantized on load always.
       progress: called with (bytes done, bytes in all, what is being read).
 
     Returns:
@@ -139,7 +142,7 @@ def load(
     """
     from convert import load_artifact  # the converter depends on this package, not the reverse
 
-    loaded = load_artifact(folder, dtype=dtype, progress=progress)
+    loaded = load_artifact(folder, dtype=dtype, packed=packed, progress=progress)
     return assemble(loaded, Path(folder))
 
 
