@@ -268,7 +268,9 @@ class BlockDrafter:
         embedded = jnp.take(self.embedding, block, axis=0)
         features = backbone.block(embedded, state.length, self._context(state))
         logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
-        values, candidates = lax.top_k(logits, width)
+        # The barrier keeps XLA from merging the slices below into the top-k: it would no longer see
+        # that only C entries are wanted, and sort the whole vocabulary.
+        values, candidates = lax.optimization_barrier(lax.top_k(logits, width))
         start = jnp.broadcast_to(anchor[:, None, None], (batch, 1, width))
         previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)
         pairs = backbone.pair_scores(features, previous, candidates)
