@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -12,13 +13,16 @@ ARTIFACTS = TESTS / "golden"
 
 
 def _restore_twins() -> None:
-    """Puts back the files that regenerate.py kept once for several folders, as hard links."""
+    """Puts back the files that regenerate.py kept once for several folders.
+
+    As copies: onnx refuses external data with several hard links.
+    """
     twins = json.loads((ARTIFACTS / "twins.json").read_text())
     for name, source in twins.items():
         if not (ARTIFACTS / name).exists():
             # Under another name first: test processes start at the same time.
             aside = ARTIFACTS / f"{name}.{os.getpid()}"
-            os.link(ARTIFACTS / source, aside)
+            shutil.copyfile(ARTIFACTS / source, aside)
             aside.replace(ARTIFACTS / name)
 
 

@@ -200,12 +200,12 @@ def test_score_is_one_forward_pass(model: Model) -> None:
     assert scored.logits.shape == (2, 150, 48)
     assert scored.aux_hidden.shape == (2, 150, 64) and scored.hidden.shape == (2, 150, 32)
     alone = score(model, rows[1:])
-    np.testing.assert_allclose(scored.logits[1, :40], alone.logits[0], atol=1e-5)
+    np.testing.assert_allclose(scored.logits[1, :40], alone.logits[0], atol=5e-5)
     greedy = generate(model, [rows[1]], max_new_tokens=5, drafter="none").ids()[0]
     again = score(model, [rows[1] + greedy])
     assert np.asarray(again.logits)[0, 39:44].argmax(-1).tolist() == greedy
     head = model.target.decoder.params["head"]["weight"]
-    np.testing.assert_allclose(scored.logits, scored.hidden @ head.T, atol=1e-5)
+    np.testing.assert_allclose(scored.logits, scored.hidden @ head.T, atol=5e-5)
 
 
 def test_counters_of_two_runs_merge(table: Model) -> None:
