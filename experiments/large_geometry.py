@@ -170,7 +170,11 @@ def write_artifact(folder: Path, layers: int) -> None:
     def tensor(old: onnx.TensorProto, source: int, i: int) -> onnx.TensorProto:
         nonlocal offset
         shape = longest(SHAPES, old.name)
-        size = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.BFLOAT16: 2}
+        size: dict[int, int] = {
+            TensorProto.FLOAT: 4,
+            TensorProto.FLOAT16: 2,
+            TensorProto.BFLOAT16: 2,
+        }
         length = size[old.data_type]
         for n in shape:
             length *= n

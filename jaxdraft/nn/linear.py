@@ -189,7 +189,8 @@ class PackedLinear(nnx.Module):
             precision=precision(self.dtype),
             preferred_element_type=jnp.float32,
         )
-        return jnp.sum(parts, axis=0).astype(self.dtype)
+        # One by one: XLA's CPU backend takes five times as long for jnp.sum(parts, axis=0).
+        return functools.reduce(jnp.add, list(parts)).astype(self.dtype)
 
     def _product_in_turn(
         self, weight_q: jax.Array, scales: jax.Array, planes: jax.Array
