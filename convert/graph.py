@@ -188,10 +188,11 @@ class Tensor:
         assert self.place is not None
         return self.files.view(self.place.path, self.place.offset, self.place.length)
 
-    def release(self) -> None:
-        """Drop the resident pages of this tensor."""
+    def release(self, start: int = 0, length: int | None = None) -> None:
+        """Drop the resident pages of this tensor, or of a range of its bytes."""
         if self.place is not None:
-            self.files.drop(self.place.path, self.place.offset, self.place.length)
+            size = self.place.length - start if length is None else length
+            self.files.drop(self.place.path, self.place.offset + start, size)
 
 
 def _decode(raw: Array, data_type: int, shape: tuple[int, ...]) -> Array:

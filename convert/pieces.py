@@ -113,6 +113,10 @@ class Plain:
         convert_into(out, self.tensor.read().reshape(self.shape))
 
 
+_PIECE = 64 << 20
+"""Bytes of a stored matrix that are copied before their pages are dropped."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """A stored matrix, [in, out] when ``transposed``, rows ``start..stop`` of [out, in]."""
@@ -141,11 +145,19 @@ class Dense:
         return Dense(self.tensor, self.transposed, self.start + start, self.start + stop)
 
     def write(self, out: Array) -> None:
+        """Copy in pieces of stored rows, letting go of each: a vocabulary's matrix is gigabytes."""
         stored = self.tensor.read().reshape(-1, self.tensor.shape[-1])
-        if not self.transposed:
-            convert_into(out, stored[self.start : self.stop])
-            return
-        transpose_into(out, stored[:, self.start : self.stop])
+        width = stored[:1].nbytes
+        step = max(1, _PIECE // max(1, width))
+        first, last = (0, len(stored)) if self.transposed else (self.start, self.stop)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            if self.transposed:
+                transpose_into(out[:, start:stop], stored[start:stop, self.start : self.stop])
+            else:
+                convert_into(out[start - first : stop - first], stored[start:stop])
+            if last - first > step:
+                self.tensor.release(start * width, (stop - start) * width)
 
 
 @dataclasses.dataclass(frozen=True)

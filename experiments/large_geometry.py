@@ -270,10 +270,7 @@ def main() -> None:
         rows.append(["inspect, 64 layers", f"{weights / 1e9:.2f}", f"{seconds:.1f}", "none read"])
     body = table(["what", "weights, GB", "seconds", "peak / weights"], rows) + (
         "\n\nbfloat16. Peak: growth of the resident set over a process that has imported "
-        "everything; it counts the pages of the mapped file too. Four tensors are "
-        "read at once and each is unmapped when it has been copied, so up to both vocabularies' "
-        "matrices (2 x 2.5 GB) can be mapped beside the weights: more than a bound of 1.3 with "
-        "two layers, a tenth of the weights of the whole model."
+        "everything; it counts the pages of the mapped file too."
     )
     write_result(__file__, "Memory at the width of a 27B model", body)
 

@@ -296,3 +296,18 @@ def test_errors_can_be_sent_between_processes(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and again.file == caught.value.file
     assert isinstance(caught.value, ValueError)
+
+
+def test_copying_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces far smaller than the matrices, and one for all of each."""
+    for name in ("qwen35_paged_fp16_dflash2", "qwen35_tied_fp32_cpu"):
+        whole = load_artifact(artifact(name))
+        monkeypatch.setattr("convert.pieces._PIECE", 1000)
+        pieces = load_artifact(artifact(name))
+        monkeypatch.undo()
+        for a, b in zip(
+            jax.tree.leaves((whole.target, whole.drafter)),
+            jax.tree.leaves((pieces.target, pieces.drafter)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
