@@ -178,7 +178,8 @@ def plot(results: dict[int, dict[str, dict[str, Any]]], path: Path) -> None:
     right.set_xlabel("draft position")
     right.set_ylabel("acceptance when its predecessors stand")
     right.set_ylim(0, 1.02)
-    left.legend(fontsize="small")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     figure.savefig(path, dpi=120)
 
 
