@@ -126,6 +126,7 @@ def test_lossless_and_right_where_the_text_repeats(seed: int, data: st.DataObjec
     assert out.ids() == plain.ids()
     assert out.stats.accepted_at.shape == (2, 4) and int(out.stats.drafter_forwards) == 0
     assert int(out.stats.accepted.sum()) > 0
+    assert out.trace is not None
     for row, prompt in enumerate(prompts):  # round by round, against the search in Python
         text, end = prompt + plain.ids()[row], len(prompt) + 1
         for accepted in np.asarray(out.trace.accepted)[row]:
