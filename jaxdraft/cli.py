@@ -42,7 +42,9 @@ DTypeOption = Annotated[
     typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
 ]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
-DrafterOption = Annotated[str, typer.Option(help="auto, none, or the kind of the model's drafter.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="auto, none, ngram, or the kind of the model's drafter.")
+]
 
 
 @app.callback()
