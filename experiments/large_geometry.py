@@ -22,6 +22,7 @@ from typing import Any
 
 import onnx
 from common import table, write_result
+from loading import LOAD
 from onnx import TensorProto, helper
 
 from convert import inspect_artifact
@@ -229,22 +230,6 @@ def write_artifact(folder: Path, layers: int) -> None:
         if "key_head_count" in group.get("state_update", {}):
             group["state_update"]["key_head_count"] = KEY_HEADS
     (folder / "genai_config.json").write_text(json.dumps(config))
-
-
-LOAD = """
-import json, resource, sys, time
-import jax, jax.numpy as jnp
-import jaxdraft, convert
-jnp.zeros(8).block_until_ready()
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
-model = jaxdraft.load(sys.argv[1])
-jax.block_until_ready(jax.tree.leaves(model))
-seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-arrays = {id(x): x.nbytes for x in jax.tree.leaves(model)}
-print(json.dumps([seconds, sum(arrays.values()), (peak - base) * 1024]))
-"""
 
 
 def main() -> None:

@@ -70,6 +70,7 @@ class Summary:
       evaluated_at: drafts evaluated, by position in the block.
       accepted_at: drafts accepted, by position.
       undrafted: rounds a row went without drafts, by reason.
+      admission_misses: how often a row found no ring or page in a pooled drafter's cache.
     """
 
     target_forwards: int
@@ -81,6 +82,7 @@ class Summary:
     evaluated_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
     undrafted: dict[str, int]
+    admission_misses: int = 0
 
     @property
     def evaluated(self) -> int:
@@ -126,13 +128,22 @@ class Summary:
         if missed and self.proposed:
             reasons = ", ".join(f"{n} {why}" for why, n in missed.items())
             said.append(f"rounds without drafts: {reasons}")
+        if self.admission_misses:
+            said.append(f"admission misses: {self.admission_misses}")
         return said
 
 
-def summarize(stats: Stats | Iterable[Stats]) -> Summary:
+def summarize(stats: Stats | Iterable[Stats], *, admission_misses: int = 0) -> Summary:
     """Counters as Python numbers, summed over rows and runs.
 
     Runs with different K are padded to the longest.
+
+    Args:
+      stats: counters of a run, or of several.
+      admission_misses: the ``misses`` of pooled drafter states, summed; a fixed batch has none.
+
+    Raises:
+      ValueError: there are no runs.
     """
     runs = [stats] if isinstance(stats, Stats) else list(stats)
     if not runs:
@@ -160,4 +171,5 @@ def summarize(stats: Stats | Iterable[Stats]) -> Summary:
         evaluated_at=places("evaluated_at"),
         accepted_at=places("accepted_at"),
         undrafted={reason.name.lower(): int(undrafted[reason]) for reason in NoDraft},
+        admission_misses=int(admission_misses),
     )
