@@ -26,7 +26,8 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.model import EMBEDDED, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
-from jaxdraft.round import Rules
+from jaxdraft.round import Logprobs, Rules
+from jaxdraft.sampling import Sampling
 from jaxdraft.telemetry import Stats, Summary, summarize
 
 __version__ = version("jaxdraft")
@@ -39,6 +40,7 @@ __all__ = [
     "Event",
     "Feed",
     "Lattice",
+    "Logprobs",
     "Model",
     "ModelInfo",
     "NgramDrafter",
@@ -47,6 +49,7 @@ __all__ = [
     "Plan",
     "Proposal",
     "Rules",
+    "Sampling",
     "Scored",
     "Stats",
     "Status",

@@ -50,6 +50,7 @@ class Status(enum.IntEnum):
     CONTEXT = 3  # the sequence fills the context
     NONFINITE = 4  # the target's logits are not finite; the row emits nothing from them
     EMPTY = 5  # a padding row: it never ran
+    STOP_STRING = 6  # the text of the output came to a stop string
 
     @property
     def reason(self) -> str:
@@ -84,15 +85,50 @@ class Lattice:
 
 
 @struct.dataclass
+class Support:
+    """The distributions that drafts were drawn from: draft k from ``probs[b, k]`` over ``tokens``.
+
+    Sparse: everything outside has probability zero. The tokens of a step are distinct.
+    """
+
+    tokens: jax.Array  # [B, K, C] int32
+    probs: jax.Array  # [B, K, C] float32
+
+
+@struct.dataclass
 class Proposal:
     """What a drafter proposes for each row.
 
-    Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``.
+    Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``. Without a ``support`` nothing was
+    left to chance: every draft had probability one.
     """
 
     tokens: jax.Array  # [B, K] int32
     length: jax.Array  # [B] int32, 0..K
     lattice: Lattice | None = None
+    support: Support | None = None
+
+
+@struct.dataclass
+class Truncation:
+    """What temperature, top-k, top-p and min-p, in this order, make of a row of logits."""
+
+    temperature: jax.Array  # [B] float32; 0: the best token, always
+    top_k: jax.Array  # [B] int32; 0: off
+    top_p: jax.Array  # [B] float32; 1: off
+    min_p: jax.Array  # [B] float32; 0: off
+
+
+@struct.dataclass
+class Draw:
+    """How drafts are drawn.
+
+    A drafter that draws says from what, in ``Proposal.support``. One that ignores this and proposes
+    what it always does is lossless too.
+    """
+
+    truncation: Truncation
+    keys: jax.Array  # [B] PRNG keys, for this proposal only
 
 
 @struct.dataclass
@@ -111,6 +147,7 @@ class Feed:
     limit: jax.Array  # [B] int32, the most drafts the row can use
     hidden: jax.Array | None = None  # [B, T, D] rows after the target's final norm
     tokens: jax.Array | None = None  # [B, T] the committed tokens themselves
+    draw: Draw | None = None  # None: greedy drafts
 
 
 @struct.dataclass

@@ -7,7 +7,7 @@ to it. With arrays in, :func:`generate` traces under the caller's own ``jit``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
-from jaxdraft.round import RoundInfo, RoundState, Rules
+from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
+from jaxdraft.sampling import Sampling, SamplingRules, row_streams
+from jaxdraft.stop_strings import Holder, StopText, cut
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import Text
 
@@ -48,11 +50,13 @@ class Output:
     status: jax.Array  # [B] int32, a Status
     stats: Stats
     trace: Trace | None = None
+    logprobs: Logprobs | None = None  # T = N, when asked for
     text: Text | None = struct.field(pytree_node=False, default=None)
+    stop: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each row ended: "stop", "length", "context", "nonfinite"."""
+        """Why each row ended: "stop", "stop_string", "length", "context", "nonfinite"."""
         return [Status(int(code)).reason for code in np.asarray(self.status)]
 
     def ids(self) -> list[list[int]]:
@@ -61,14 +65,16 @@ class Output:
         return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
     def texts(self) -> list[str]:
-        """The text of each row.
+        """The text of each row, before the stop string if one ended it.
 
         Raises:
           ValueError: the model came without a tokenizer.
         """
         if self.text is None:
             raise ValueError("the model has no tokenizer: read out.tokens and out.lengths instead")
-        return [self.text.decode(row) for row in self.ids()]
+        texts = [self.text.decode(row) for row in self.ids()]
+        ended = np.asarray(self.status) == Status.STOP_STRING
+        return [cut(t, self.stop) if e else t for t, e in zip(texts, ended, strict=True)]
 
 
 @struct.dataclass
@@ -80,6 +86,7 @@ class Event:
     text: str | None  # None without a tokenizer; may lag behind the tokens by a partial character
     accepted: int  # accepted drafts among the tokens; -1 for the token after the prompt
     finish_reason: str | None  # set on the row's last event
+    logprobs: Logprobs | None = None  # of these tokens, numpy arrays [T], [T, n], [T, n]
 
 
 @struct.dataclass
@@ -98,18 +105,23 @@ def generate(
     lengths: Any = None,
     max_new_tokens: int | Sequence[int] = 128,
     drafter: str | Drafter = "auto",
+    sampling: Sampling | None = None,
+    key: jax.Array | int | None = None,
     stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
     draft_limit: int | Sequence[int] | jax.Array | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
+    logprobs: int | None = None,
     memory: int | str | None = None,
     trace: bool = False,
     throw: bool = True,
 ) -> Output:
-    """Continue every prompt, greedily, losslessly: the tokens are the target's own.
+    """Continue every prompt, losslessly: what comes out is the target's own.
 
-    The whole generation is one compiled program. Prompts and outputs share buffers whose sizes
-    are powers of two, so other prompts, limits and stop ids of the same bucket compile nothing.
+    Greedily, the tokens are those of the target alone; sampled, their distribution is. The whole
+    generation is one compiled program. Prompts and outputs share buffers whose sizes are powers of
+    two, so other prompts, limits and stop ids of the same bucket compile nothing.
 
     Args:
       model: from :func:`jaxdraft.load` or ``Model.of``.
@@ -119,11 +131,16 @@ def generate(
       max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
       drafter: "auto" (the model's own, if it has one), its kind ("mtp", "dflash2", "dspark"),
         "ngram" or "none", which always work, or a drafter of your own.
+      sampling: how tokens are chosen; see :class:`jaxdraft.Sampling`. Default: greedily.
+      key: a PRNG key, or a seed for one; needed above temperature zero. Row i draws from
+        ``fold_in(key, i)`` alone: what is in the other rows does not matter.
       stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
+      stop: strings that end a row. The token that completes one is the last; texts end before it.
       draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
       max_length: the longest sequence, prompt included. Default: the model's context.
       draft_tokens: K of a drafter that can have any, "mtp" and "ngram". Static: another K is
         another program, where another ``draft_limit`` is not. Default: the drafter's own.
+      logprobs: also give ``out.logprobs``: of every token, and of the best so many alternatives.
       memory: bytes, or a string like "12GiB": refuse a batch whose weights and state need more,
         before anything is allocated. See :func:`jaxdraft.plan` for what would fit.
       trace: also give ``out.trace``.
@@ -140,7 +157,7 @@ def generate(
     traced = isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     plan = _plan(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens, memory,
+        draft_tokens, memory, sampling, key, stop, logprobs,
     )  # fmt: skip
     out = _generate(
         model.target,
@@ -150,10 +167,12 @@ def generate(
         plan.rules,
         new_tokens=plan.new_tokens,
         trace=trace,
+        logprobs=logprobs,
     )
-    out = replace(out, text=model.text)
+    out = replace(out, text=model.text, stop=plan.stop)
     if traced:
-        return replace(out, tokens=out.tokens[:, : plan.wanted])
+        cropped = jax.tree.map(lambda x: x[:, : plan.wanted], out.logprobs)
+        return replace(out, tokens=out.tokens[:, : plan.wanted], logprobs=cropped)
     return _finish(out, plan.wanted, throw)
 
 
@@ -164,10 +183,14 @@ def stream(
     lengths: Any = None,
     max_new_tokens: int | Sequence[int] = 128,
     drafter: str | Drafter = "auto",
+    sampling: Sampling | None = None,
+    key: jax.Array | int | None = None,
     stop_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
     draft_limit: int | Sequence[int] | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
+    logprobs: int | None = None,
     memory: int | str | None = None,
     throw: bool = True,
 ) -> Iterator[Event]:
@@ -180,9 +203,9 @@ def stream(
     """
     plan = _plan(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens, memory,
+        draft_tokens, memory, sampling, key, stop, logprobs,
     )  # fmt: skip
-    return _stream(model, plan, throw)
+    return _stream(model, plan, throw, logprobs)
 
 
 def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
@@ -218,7 +241,7 @@ def _chunk(size: int) -> int:
     return min(size, PREFILL_CHUNK)
 
 
-@functools.partial(jax.jit, static_argnames=("new_tokens", "trace"))
+@functools.partial(jax.jit, static_argnames=("new_tokens", "trace", "logprobs"))
 def _generate(
     target: Target,
     drafter: Drafter,
@@ -228,28 +251,32 @@ def _generate(
     *,
     new_tokens: int,
     trace: bool,
+    logprobs: int | None,
 ) -> Output:
     """Prefill, then rounds until every row is done."""
+    Carry = tuple[RoundState, jax.Array, Trace | None, Logprobs | None]
+    state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, logprobs)
     batch = tokens.shape[0]
-    state = _start(target, drafter, tokens, lengths, rules, new_tokens)
     # A round emits at least one token of every running row.
-    accepted = jnp.full((batch, new_tokens if trace else 0), -1, jnp.int32)
+    seen = Trace(jnp.full((batch, new_tokens), -1, jnp.int32)) if trace else None
+    said = _no_logprobs(batch, new_tokens, logprobs)
+    said = _append(said, info, jnp.zeros((batch,), jnp.int32))
 
-    def running(carry: tuple[RoundState, jax.Array, jax.Array]) -> jax.Array:
+    def running(carry: Carry) -> jax.Array:
         return jnp.any(carry[0].status == Status.RUNNING)
 
-    def body(
-        carry: tuple[RoundState, jax.Array, jax.Array],
-    ) -> tuple[RoundState, jax.Array, jax.Array]:
-        state, number, accepted = carry
-        state, info = rounds.round(target, drafter, state, rules)
-        if trace:
-            accepted = lax.dynamic_update_slice(accepted, info.accepted[:, None], (0, number))
-        return state, number + 1, accepted
+    def body(carry: Carry) -> Carry:
+        state, number, seen, said = carry
+        start = state.emitted
+        state, info = rounds.round(target, drafter, state, rules, logprobs=logprobs)
+        if seen is not None:
+            place = (0, number)
+            seen = Trace(lax.dynamic_update_slice(seen.accepted, info.accepted[:, None], place))
+        return state, number + 1, seen, _append(said, info, start)
 
-    carry = (state, jnp.asarray(0, jnp.int32), accepted)
-    state, _, accepted = lax.while_loop(running, body, carry)
-    return _output(state, lengths, new_tokens, Trace(accepted) if trace else None)
+    carry = (state, jnp.asarray(0, jnp.int32), seen, said)
+    state, _, seen, said = lax.while_loop(running, body, carry)
+    return replace(_output(state, lengths, new_tokens), trace=seen, logprobs=said)
 
 
 def _start(
@@ -259,11 +286,12 @@ def _start(
     lengths: jax.Array,
     rules: Rules,
     new_tokens: int,
-) -> RoundState:
+    logprobs: int | None = None,
+) -> tuple[RoundState, RoundInfo]:
     """Prefill into buffers with room for the output."""
     size = tokens.shape[1]
     room = jnp.pad(tokens, ((0, 0), (0, new_tokens)))
-    state, _ = rounds.prefill(
+    return rounds.prefill(
         target,
         drafter,
         room,
@@ -271,26 +299,54 @@ def _start(
         rules,
         capacity=size + new_tokens,
         chunk=_chunk(size),
+        logprobs=logprobs,
     )
-    return state
 
 
-_start_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_start)
+_start_program = functools.partial(jax.jit, static_argnames=("new_tokens", "logprobs"))(_start)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
+@functools.partial(jax.jit, donate_argnames=("state",), static_argnames=("logprobs",))
 def _round_program(
-    target: Target, drafter: Drafter, state: RoundState, rules: Rules
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
-    return rounds.round(target, drafter, state, rules)
+    return rounds.round(target, drafter, state, rules, logprobs=logprobs)
 
 
-def _output(state: RoundState, lengths: jax.Array, new_tokens: int, trace: Trace | None) -> Output:
+def _no_logprobs(batch: int, size: int, alternatives: int | None) -> Logprobs | None:
+    if alternatives is None:
+        return None
+    return Logprobs(
+        jnp.zeros((batch, size), jnp.float32),
+        jnp.full((batch, size, alternatives), NO_TOKEN, jnp.int32),
+        jnp.zeros((batch, size, alternatives), jnp.float32),
+    )
+
+
+def _append(said: Logprobs | None, info: RoundInfo, start: jax.Array) -> Logprobs | None:
+    """Put a round's log-probabilities behind the ``start`` [B] that are there."""
+    if said is None or info.logprobs is None:
+        return said
+    step = jnp.arange(info.logprobs.token.shape[1], dtype=jnp.int32)[None]
+    size = said.token.shape[1]
+    place = jnp.where(step < info.emitted[:, None], start[:, None] + step, size)
+    row = jnp.arange(place.shape[0])[:, None]
+    return jax.tree.map(lambda x, new: x.at[row, place].set(new, mode="drop"), said, info.logprobs)
+
+
+_append_program = jax.jit(_append)
+
+
+def _output(state: RoundState, lengths: jax.Array, new_tokens: int) -> Output:
     place = jnp.arange(new_tokens, dtype=jnp.int32)[None]
     index = lengths[:, None] + place
     tokens = jnp.take_along_axis(state.tokens, index, axis=1, mode="clip")
     tokens = jnp.where(place < state.emitted[:, None], tokens, NO_TOKEN)
-    return Output(tokens, state.emitted, state.status, state.stats, trace)
+    return Output(tokens, state.emitted, state.status, state.stats)
 
 
 _output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_output)
@@ -330,6 +386,7 @@ class _Plan:
     rules: Rules
     new_tokens: int  # N, rounded up
     wanted: int  # the caller's N
+    stop: tuple[str, ...]
 
 
 def _plan(
@@ -343,6 +400,10 @@ def _plan(
     drafter: str | Drafter,
     draft_tokens: int | None,
     memory: int | str | None,
+    sampling: Sampling | None = None,
+    key: jax.Array | int | None = None,
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
 ) -> _Plan:
     """Check everything, then put it on the device."""
     chosen = model.choose(drafter, draft_tokens)
@@ -383,13 +444,58 @@ def _plan(
     if memory is not None:
         capacity = ids.shape[1] + new_tokens  # as in `_start`
         check_batch(model.target, chosen, batch=batch, capacity=capacity, memory=memory)
-    max_lengths = np.full((batch,), limit, np.int32)
-    # One transfer for everything.
-    ids, count, stop_array, wanted_tokens, max_lengths, drafts = jax.device_put(
-        (ids, count, np.asarray(_pad_stops(stops), np.int32), wanted, max_lengths, drafts)
+    vocab = model.target.vocab_size
+    if logprobs is not None and not 0 <= logprobs <= vocab:
+        raise ValueError(f"logprobs is {logprobs}; expected 0..{vocab} alternatives")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    which = np.zeros((batch,), np.int32)
+    automaton = (stop_table(model, strings)[None], which) if strings else None
+    how = sampling_rules(sampling, key, batch, vocab)
+    if sampling is not None and how is not None:
+        drafts = sampling.limit(drafts, how)
+    fields = dict(
+        stop_ids=np.tile(np.asarray(_pad_stops(stops), np.int32), (batch, 1)),
+        max_new_tokens=wanted,
+        max_length=np.full((batch,), limit, np.int32),
+        draft_limit=drafts,
+        sampling=how,
     )
-    rules = Rules(stop_array, wanted_tokens, max_lengths, drafts)
-    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()))
+    # One transfer for everything.
+    ids, count, fields, automaton = jax.device_put((ids, count, fields, automaton))
+    rules = Rules(**fields, stop_text=None if automaton is None else StopText(*automaton))
+    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()), strings)
+
+
+def sampling_rules(
+    sampling: Sampling | None, key: jax.Array | int | None, batch: int, vocab_size: int
+) -> SamplingRules | None:
+    """The rules of ``batch`` rows, with a stream for each if anything is random.
+
+    Raises:
+      ValueError: a key is needed and is not there, or as :meth:`Sampling.resolve`.
+    """
+    if sampling is None:
+        return None
+    if not sampling.random:
+        return sampling.resolve(batch, vocab_size, None)
+    if key is None:
+        raise ValueError(
+            f"temperature is {sampling.temperature!r} and key is None: sampling needs a key or a "
+            "seed, such as key=jax.random.key(0)"
+        )
+    return sampling.resolve(batch, vocab_size, row_streams(key, batch))
+
+
+def stop_table(model: Model, strings: tuple[str, ...]) -> np.ndarray:
+    """The automaton of stop strings over a model's tokens, [states, V] int16.
+
+    Raises:
+      ValueError: the model has no tokenizer, or one that stop strings cannot be found with, or a
+        string is empty.
+    """
+    if model.text is None:
+        raise ValueError("the model has no tokenizer: stop strings need one, stop_ids do not")
+    return model.text.stop_table(strings, model.target.vocab_size)
 
 
 def _arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
@@ -489,7 +595,9 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
             "emitted before"
         )
     if out.tokens.shape[1] > wanted:
-        out = replace(out, tokens=jax.device_put(np.asarray(out.tokens)[:, :wanted]))
+        cut_off = jax.tree.map(lambda x: np.asarray(x)[:, :wanted], (out.tokens, out.logprobs))
+        tokens, logprobs = jax.device_put(cut_off)
+        out = replace(out, tokens=tokens, logprobs=logprobs)
     if out.trace is not None:
         ran = max(1, int(np.asarray(out.stats.rounds).max(initial=0)))
         accepted = np.asarray(out.trace.accepted)[:, :ran]
@@ -497,19 +605,30 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
     return out
 
 
-def _stream(model: Model, plan: _Plan, throw: bool) -> Iterator[Event]:
+def _stream(
+    model: Model, plan: _Plan, throw: bool, logprobs: int | None
+) -> Generator[Event, None, Output]:
     target, drafter = model.target, plan.drafter
-    state = _start_program(
-        target, drafter, plan.tokens, plan.lengths, plan.rules, new_tokens=plan.new_tokens
+    state, info = _start_program(
+        target,
+        drafter,
+        plan.tokens,
+        plan.lengths,
+        plan.rules,
+        new_tokens=plan.new_tokens,
+        logprobs=logprobs,
     )
     batch = plan.tokens.shape[0]
     decoders = None if model.text is None else [model.text.stream() for _ in range(batch)]
+    holders = [Holder(plan.stop) for _ in range(batch)]
     seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
     prompt = np.asarray(plan.lengths)
     done = np.zeros(batch, bool)
+    said = _no_logprobs(batch, plan.new_tokens, logprobs)
     while True:
         status, emitted = np.asarray(state.status), np.asarray(state.emitted)
-        tokens = np.asarray(state.tokens)
+        tokens, chances = np.asarray(state.tokens), jax.tree.map(np.asarray, info.logprobs)
+        said = _append_program(said, info, jax.device_put(seen.astype(np.int32)))
         for row in range(batch):
             if done[row]:
                 continue
@@ -517,14 +636,17 @@ def _stream(model: Model, plan: _Plan, throw: bool) -> Iterator[Event]:
             new = tokens[row, prompt[row] + seen[row] : prompt[row] + emitted[row]].tolist()
             text = None
             if decoders is not None:
-                text = decoders[row].push(new)
-                text += decoders[row].finish() if done[row] else ""
+                text = holders[row].push(decoders[row].push(new))
+                if done[row]:
+                    text += holders[row].push(decoders[row].finish()) + holders[row].finish()
             reason = Status(int(status[row])).reason if done[row] else None
-            yield Event(row, new, text, int(accepted[row]), reason)
+            count = len(new)
+            chance = jax.tree.map(lambda x, row=row, count=count: x[row, :count], chances)
+            yield Event(row, new, text, int(accepted[row]), reason, chance)
         seen = emitted.astype(np.int64)
         if done.all():
             break
-        state, info = _round_program(target, drafter, state, plan.rules)
+        state, info = _round_program(target, drafter, state, plan.rules, logprobs=logprobs)
         accepted = np.asarray(info.accepted)
-    out = _output_program(state, plan.lengths, plan.new_tokens, None)
-    return _finish(replace(out, text=model.text), plan.wanted, throw)
+    out = replace(_output_program(state, plan.lengths, plan.new_tokens), logprobs=said)
+    return _finish(replace(out, text=model.text, stop=plan.stop), plan.wanted, throw)

@@ -14,8 +14,20 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft import verify
-from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, Status, Target, TargetOutput
+from jaxdraft import sampling, stop_strings, verify
+from jaxdraft.base import (
+    NO_TOKEN,
+    Drafter,
+    DraftInfo,
+    Feed,
+    NoDraft,
+    Proposal,
+    Status,
+    Target,
+    TargetOutput,
+)
+from jaxdraft.sampling import History, SamplingRules
+from jaxdraft.stop_strings import NO_AUTOMATON, StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
 
@@ -25,12 +37,17 @@ MAX_FAILURES = 3
 
 @struct.dataclass
 class Rules:
-    """The rules a generation follows. All dynamic: changing them compiles nothing."""
+    """The rules a generation follows. All dynamic: changing them compiles nothing.
 
-    stop_ids: jax.Array  # [S] int32; NO_TOKEN entries match nothing
+    Whether ``sampling`` and ``stop_text`` are there at all is part of the program.
+    """
+
+    stop_ids: jax.Array  # [B, S] int32; NO_TOKEN entries match nothing
     max_new_tokens: jax.Array  # [B] int32
     max_length: jax.Array  # [B] int32, of prompt and output together
     draft_limit: jax.Array  # [B] int32
+    sampling: SamplingRules | None = None  # None: greedy
+    stop_text: StopText | None = None
 
 
 @struct.dataclass
@@ -46,7 +63,17 @@ class RoundState:
     emitted: jax.Array  # [B] int32, tokens of the output
     status: jax.Array  # [B] int32, a Status
     failures: jax.Array  # [B] int32, rounds in a row in which the drafter failed the row
+    heard: jax.Array  # [B] int32, the state of the row's stop-string automaton
     stats: Stats
+
+
+@struct.dataclass
+class Logprobs:
+    """Log-probabilities under the target's own logits: before temperature, penalties and bans."""
+
+    token: jax.Array  # [B, T] float32, of the tokens emitted; 0 where there is none
+    top_tokens: jax.Array  # [B, T, n] int32, the best n, best first; NO_TOKEN where there is none
+    top: jax.Array  # [B, T, n] float32
 
 
 @struct.dataclass
@@ -56,6 +83,7 @@ class RoundInfo:
     accepted: jax.Array  # [B] int32 drafts that were accepted and emitted; -1: the row did not run
     emitted: jax.Array  # [B] int32 tokens the round added to each row
     draft: DraftInfo
+    logprobs: Logprobs | None = None  # T = 1 + K, of the tokens it added; when asked for
 
 
 def prefill(
@@ -67,6 +95,7 @@ def prefill(
     *,
     capacity: int,
     chunk: int,
+    logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Run the prompts, emit the token that follows each, and propose for the first round.
 
@@ -79,6 +108,7 @@ def prefill(
       rules: see :class:`Rules`.
       capacity: positions to make room for.
       chunk: prompt rows run at once.
+      logprobs: give log-probabilities, and so many alternatives.
     """
     batch, size = tokens.shape
     tokens = jnp.where(jnp.arange(size)[None] < lengths[:, None], tokens, 0)
@@ -93,6 +123,7 @@ def prefill(
         emitted=jnp.zeros((batch,), jnp.int32),
         status=status,
         failures=jnp.zeros((batch,), jnp.int32),
+        heard=jnp.zeros((batch,), jnp.int32),
         stats=Stats.zeros(batch, drafter.draft_tokens),
     )
     padded = jnp.pad(tokens, ((0, 0), (0, -size % chunk)))
@@ -116,18 +147,25 @@ def prefill(
         offset, logits, memory, drafts = run(start)
     else:
         offset, logits, memory, drafts = lax.while_loop(lambda c: c[0] < longest, run, start)
-    verdict = verify.greedy(logits, _no_proposal(batch, 0))
+    none = _no_proposal(batch, 0)
+    verdict = _judge(logits, state, none, rules)
     stats = replace(state.stats, target_forwards=offset // chunk)
     state = replace(state, target=memory, drafter=drafts, stats=stats)
-    state, count, accepted = _emit(state, verdict, _no_proposal(batch, 0), rules)
+    state, said, count, accepted = _emit(state, verdict, none, rules)
     # The prompt's rows are committed already: nothing is left to ingest.
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
+    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
     state, info = _propose(drafter, state, feed)
-    return state, RoundInfo(accepted, count, info)
+    return state, RoundInfo(accepted, count, info, _logprobs(logits, said, count, logprobs))
 
 
 def round(
-    target: Target, drafter: Drafter, state: RoundState, rules: Rules
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    *,
+    logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Verify the proposal, commit what stands, feed the drafter, propose again.
 
@@ -136,6 +174,7 @@ def round(
       drafter: the drafter.
       state: from :func:`prefill` or an earlier round.
       rules: see :class:`Rules`.
+      logprobs: give log-probabilities, and so many alternatives.
     """
     running = state.status == Status.RUNNING
     proposal = state.proposal
@@ -143,8 +182,8 @@ def round(
     window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
     first = state.length - 1
     out = target.forward(window, count, state.target)
-    verdict = verify.greedy(out.logits, proposal)
-    state, rows, accepted = _emit(state, verdict, proposal, rules)
+    verdict = _judge(out.logits, state, proposal, rules)
+    state, said, rows, accepted = _emit(state, verdict, proposal, rules)
     # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
     memory = target.commit(out.state, rows)
     stats = replace(
@@ -154,18 +193,32 @@ def round(
     )
     state = replace(state, target=memory, stats=stats)
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
+    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
     state = replace(state, drafter=drafter.ingest(state.drafter, feed))
     state, info = _propose(drafter, state, feed)
-    return state, RoundInfo(accepted, rows, info)
+    return state, RoundInfo(accepted, rows, info, _logprobs(out.logits, said, rows, logprobs))
+
+
+def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
+    """What the target says about a proposal, under the rules of each row."""
+    how = rules.sampling
+    if how is None:
+        return verify.greedy(logits, proposal)
+    history = History(state.tokens, state.length, state.emitted, proposal.tokens)
+    logits = sampling.adjust(logits, how, history, rules.stop_ids)
+    if how.streams is None:
+        return verify.greedy(logits, proposal)
+    return verify.sampled(logits, proposal, how.target, how.streams, state.length)
 
 
 def _emit(
     state: RoundState, verdict: Verdict, proposal: Proposal, rules: Rules
-) -> tuple[RoundState, jax.Array, jax.Array]:
+) -> tuple[RoundState, jax.Array, jax.Array, jax.Array]:
     """Append the accepted drafts and the next token, up to the first stop.
 
     Returns:
-      The state, the number of tokens emitted [B], and the drafts among them [B] (-1: did not run).
+      The state, the tokens that could be said [B, 1 + K], how many of them were emitted [B], and
+      the drafts among those [B] (-1: did not run).
     """
     running = state.status == Status.RUNNING
     batch, drafts = proposal.tokens.shape
@@ -174,11 +227,15 @@ def _emit(
     padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     said = jnp.where(place < verdict.accepted[:, None], padded, verdict.next_token[:, None])
     spoken = verdict.accepted + verdict.finite.astype(jnp.int32)
-    stops = jnp.any(said[:, :, None] == rules.stop_ids[None, None], axis=-1)
-    stops = stops & (place < spoken[:, None])
+    by_id = jnp.any(said[:, :, None] == rules.stop_ids[:, None], axis=-1)
+    by_text, heard = _listen(state, said, rules)
+    stops = (by_id | by_text) & (place < spoken[:, None])
     stopped = jnp.any(stops, axis=1)
-    until_stop = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, spoken)
-    count = jnp.where(running, until_stop, 0)
+    where = jnp.argmax(stops, axis=1).astype(jnp.int32)
+    count = jnp.where(running, jnp.where(stopped, where + 1, spoken), 0)
+
+    def at(x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
     position = jnp.where(
         place < count[:, None], state.length[:, None] + place, state.tokens.shape[1]
@@ -188,10 +245,12 @@ def _emit(
     status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
     status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
     status = jnp.where(emitted >= rules.max_new_tokens, Status.LENGTH, status)
-    status = jnp.where(stopped, Status.STOP, status)
+    stop = jnp.where(at(by_id, where), Status.STOP, Status.STOP_STRING)
+    status = jnp.where(stopped, stop, status)
     status = jnp.where(running, status, state.status).astype(jnp.int32)
-    last = jnp.take_along_axis(said, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    anchor = jnp.where(count > 0, last, state.anchor)
+    last = jnp.maximum(count - 1, 0)
+    anchor = jnp.where(count > 0, at(said, last), state.anchor)
+    heard = jnp.where(count > 0, at(heard, last), state.heard)
 
     accepted = jnp.minimum(verdict.accepted, count)
     # The draft after the accepted prefix was evaluated too, unless a stop came first.
@@ -214,9 +273,45 @@ def _emit(
         emitted=emitted,
         status=status,
         anchor=anchor,
+        heard=heard,
         stats=stats,
     )
-    return state, count, jnp.where(running, accepted, -1)
+    return state, said, count, jnp.where(running, accepted, -1)
+
+
+def _listen(state: RoundState, said: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    """Whether a stop string is complete after each token, and the automata's states, [B, 1 + K]."""
+    stop = rules.stop_text
+    if stop is None:
+        return jnp.zeros(said.shape, bool), jnp.zeros(said.shape, jnp.int32)
+    heard = stop_strings.run(stop, state.heard, said)
+    found = (heard == stop.found) & (stop.which != NO_AUTOMATON)[:, None]
+    if rules.sampling is not None:
+        out = state.emitted[:, None] + 1 + jnp.arange(said.shape[1], dtype=jnp.int32)[None]
+        found = found & (out > rules.sampling.min_new_tokens[:, None])
+    return found, heard
+
+
+def _logprobs(
+    logits: jax.Array, said: jax.Array, count: jax.Array, alternatives: int | None
+) -> Logprobs | None:
+    """Of the first ``count`` [B] tokens of ``said`` [B, T], from logits [B, T, V]."""
+    if alternatives is None:
+        return None
+    there = jnp.arange(said.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    mass = jax.nn.logsumexp(logits, axis=-1)
+    token = jnp.take_along_axis(logits, jnp.maximum(said, 0)[..., None], axis=-1)[..., 0] - mass
+    if alternatives == 0:
+        top = jnp.zeros((*said.shape, 0), jnp.float32)
+        ids = jnp.zeros((*said.shape, 0), jnp.int32)
+    else:
+        top, ids = lax.optimization_barrier(lax.top_k(logits, alternatives))
+        top = top - mass[..., None]
+    return Logprobs(
+        jnp.where(there, token, 0.0),
+        jnp.where(there[..., None], ids, NO_TOKEN),
+        jnp.where(there[..., None], top, 0.0),
+    )
 
 
 def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -23,6 +23,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
+
+from jaxdraft.stop_strings import token_automaton
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are not UTF-8."""
@@ -160,6 +162,43 @@ class Text:
         return self.encode(text, add_special_tokens=False)
 
     @functools.cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The bytes that each token adds to a decoded text; none for special tokens.
+
+        Raises:
+          ValueError: the tokenizer's decoder looks at more than one token at a time.
+        """
+        decoder = json.loads(self.tokenizer.to_str())["decoder"]
+        read = _byte_reader(decoder, self.source)
+        added = self.tokenizer.get_added_tokens_decoder()
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        size = max([size, *(i + 1 for i in added)])
+        tokens = []
+        for number in range(size):
+            if number in added:
+                plain = b"" if added[number].special else added[number].content.encode("utf-8")
+                tokens.append(plain)
+            else:
+                token = self.tokenizer.id_to_token(number)
+                tokens.append(b"" if token is None else read(token))
+        return tuple(tokens)
+
+    def stop_table(self, strings: Sequence[str], vocab_size: int) -> np.ndarray:
+        """The automaton of stop strings over tokens; see :mod:`jaxdraft.stop_strings`.
+
+        Args:
+          strings: what ends a text.
+          vocab_size: V of the model.
+
+        Returns:
+          [states, V] int16.
+
+        Raises:
+          ValueError: an empty string, or as for :attr:`token_bytes`.
+        """
+        return _stop_table(self, tuple(strings), vocab_size)
+
+    @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.special)
@@ -257,6 +296,48 @@ def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
             return "end"
         fused |= kind == "Fuse"
     return "run"
+
+
+@functools.lru_cache(maxsize=32)
+def _stop_table(text: Text, strings: tuple[str, ...], vocab_size: int) -> np.ndarray:
+    return token_automaton(strings, text.token_bytes, vocab_size)
+
+
+def _byte_reader(decoder: Mapping[str, Any] | None, source: str) -> Callable[[str], bytes]:
+    """How one token of the vocabulary becomes bytes."""
+    steps = [] if decoder is None else decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        alphabet = _byte_alphabet()
+        return lambda token: b"".join(
+            bytes([alphabet[c]]) if c in alphabet else c.encode("utf-8") for c in token
+        )
+    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        replaced = [(s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"]
+
+        def read(token: str) -> bytes:
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            for old, new in replaced:
+                token = token.replace(old, new)
+            return token.encode("utf-8")
+
+        return read
+    raise ValueError(
+        f"{source} decodes with {kinds or 'blanks between tokens'}: stop strings need a byte-level "
+        "or a SentencePiece-like tokenizer"
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies.
+
+    Printable bytes of Latin-1 stand for themselves; the others are numbered from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in printable)
+    alphabet = {chr(b): b for b in printable}
+    return alphabet | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
 def _as_ids(ids: ArrayLike) -> list[int]:

@@ -6,8 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
-from jaxdraft.base import Proposal
+from jaxdraft.base import MASKED, Proposal, Truncation
+from jaxdraft.sampling import distribution, draw, draw_keys
 
 
 @struct.dataclass
@@ -29,8 +31,9 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
       best        [4 7 8 1]       rows 0..3
       accepted    2               next_token 8 (row 2)
 
-    Ties go to the lowest id. A row of logits with a NaN or without a finite maximum predicts
-    nothing: the drafts it would judge are rejected and ``finite`` is false if it is the last.
+    Ties go to the lowest id. A row of logits with a NaN, without a finite maximum, or with every
+    token banned predicts nothing: the drafts it would judge are rejected and ``finite`` is false if
+    it is the last.
 
     Args:
       logits: [B, 1 + K, V] float32.
@@ -39,7 +42,7 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     batch, rows, _ = logits.shape
     chex.assert_shape(proposal.tokens, (batch, rows - 1))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # a NaN counts as the largest
-    finite = jnp.isfinite(jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0])
+    finite = _speaks(jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0])
     proposed = jnp.arange(rows - 1)[None] < proposal.length[:, None]
     match = (proposal.tokens == best[:, :-1]) & finite[:, :-1] & proposed
     accepted = jnp.sum(jnp.cumprod(match.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -48,3 +51,90 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
         return jnp.take_along_axis(x, accepted[:, None], axis=1)[:, 0]
 
     return Verdict(accepted, last(best), last(finite))
+
+
+def sampled(
+    logits: jax.Array, proposal: Proposal, truncation: Truncation, streams: jax.Array, at: jax.Array
+) -> Verdict:
+    """Accept drafts so that what is emitted is distributed as the target alone would have it.
+
+    Draft x of row i, drawn with probability q(x), stands with probability min(1, p(x) / q(x)), p
+    being the target's distribution there. The first that falls is replaced by a draw from the
+    residual, max(p - q, 0) normalised; when all stand, the bonus is a draw from p::
+
+      p = [.5 .3 .2]   q = [.8 .2 .]   x = 0: stands with probability .5 / .8
+      residual         [. .1 .2] / .3
+
+    Leviathan et al., arXiv:2211.17192, appendix A.1; Chen et al., arXiv:2302.01318, algorithm 2.
+    Rows of temperature zero are judged as by :func:`greedy`.
+
+    Args:
+      logits: [B, 1 + K, V] float32, penalties and bans applied.
+      proposal: [B, K] tokens; its support is q.
+      truncation: [B], the target's.
+      streams: [B] keys.
+      at: [B] int32, the position that the first row of logits predicts; with the stream it makes
+        the round's keys.
+    """
+    verdict = greedy(logits, proposal)
+    warm = truncation.temperature > 0
+
+    def judge() -> Verdict:
+        best = jnp.max(logits, axis=-1)  # a NaN wins
+        finite = _speaks(best)  # [B, 1 + K]
+        # What says nothing must not reach a product; it is rejected below.
+        target = distribution(jnp.where(finite[..., None], logits, 0.0), truncation)
+        drafts, length = proposal.tokens, proposal.length
+        width = drafts.shape[1]
+        proposed = jnp.arange(width)[None] < length[:, None]
+        tokens = jnp.maximum(drafts, 0)
+        rows = jax.tree.map(lambda x: x[:, :width], target)
+        p = jnp.exp(rows.log_prob(tokens))
+        q = _proposed_with(proposal, tokens)
+        keys = draw_keys(streams, at, 0)
+        u = jax.vmap(lambda key: jax.random.uniform(key, (width,), jnp.float32))(keys)
+        stands = (u * q < p) & finite[:, :-1] & proposed
+        accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        last = target.rows(accepted).probs()  # [B, V]
+        residual = jnp.maximum(last - _fallen(proposal, accepted, last.shape[-1]), 0.0)
+        # A draft falls only where p < q, so something is left, except for what rounding takes.
+        left = jnp.sum(residual, axis=-1, keepdims=True) > 0
+        token = draw(jnp.where(left, residual, last), draw_keys(streams, at, 1))
+        says = jnp.take_along_axis(finite, accepted[:, None], axis=1)[:, 0]
+        return Verdict(
+            jnp.where(warm, accepted, verdict.accepted),
+            jnp.where(warm, token, verdict.next_token),
+            jnp.where(warm, says, verdict.finite),
+        )
+
+    return lax.cond(jnp.any(warm), judge, lambda: verdict)
+
+
+def _speaks(best: jax.Array) -> jax.Array:
+    """Whether a row of logits with this maximum predicts anything."""
+    return jnp.isfinite(best) & (best > MASKED / 2)
+
+
+def _proposed_with(proposal: Proposal, tokens: jax.Array) -> jax.Array:
+    """The probability that each draft was drawn with, [B, K]."""
+    if proposal.support is None:
+        return jnp.ones(tokens.shape, jnp.float32)
+    support = proposal.support
+    return jnp.sum(jnp.where(support.tokens == tokens[..., None], support.probs, 0.0), axis=-1)
+
+
+def _fallen(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
+    """q where draft ``accepted`` [B] fell, zero where none did: [B, V]."""
+    batch, width = proposal.tokens.shape
+    none = jnp.zeros((batch, vocab), jnp.float32)
+    if width == 0:
+        return none
+    at = jnp.minimum(accepted, width - 1)[:, None]
+    fell = (accepted < proposal.length)[:, None]
+    row = jnp.arange(batch)[:, None]
+    if proposal.support is None:
+        token = jnp.take_along_axis(proposal.tokens, at, axis=1)
+        return none.at[row, jnp.where(fell, token, vocab)].add(1.0, mode="drop")
+    tokens = jnp.take_along_axis(proposal.support.tokens, at[..., None], axis=1)[:, 0]
+    probs = jnp.take_along_axis(proposal.support.probs, at[..., None], axis=1)[:, 0]
+    return none.at[row, jnp.where(fell, tokens, vocab)].add(probs, mode="drop")

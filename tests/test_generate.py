@@ -167,7 +167,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
     plan = front._plan(model, [[1, 2, 3], [4]], None, 12, (), None, None, "auto", None, None)
     run = functools.partial(
         front._generate, model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
-        new_tokens=plan.new_tokens, trace=False,
+        new_tokens=plan.new_tokens, trace=False, logprobs=None,
     )  # fmt: skip
     run()
     with jax.transfer_guard("disallow"):
@@ -175,7 +175,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
         out.tokens.block_until_ready()
     text = front._generate.lower(
         model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
-        new_tokens=plan.new_tokens, trace=False,
+        new_tokens=plan.new_tokens, trace=False, logprobs=None,
     ).compile().as_text()  # fmt: skip
     for word in ("infeed", "outfeed", "send(", "recv(", "xla_python_cpu_callback", "ffi_python"):
         assert word not in text
@@ -183,7 +183,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
 
 def test_the_round_donates_its_state(model: Model) -> None:
     plan = front._plan(model, [[1, 2, 3]], None, 12, (), None, None, "auto", None, None)
-    state = front._start_program(
+    state, _ = front._start_program(
         model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
         new_tokens=plan.new_tokens,
     )  # fmt: skip

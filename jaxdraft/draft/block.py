@@ -13,6 +13,7 @@ from jax import lax
 from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, Lattice, NoDraft, Proposal
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.draft.lattice import greedy, path_tokens, walk
+from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.state import paged, ring
@@ -253,9 +254,12 @@ class BlockDrafter:
         finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
-        tokens = path_tokens(lattice, walk(lattice, greedy))
+        if feed.draw is None:
+            tokens, support = path_tokens(lattice, walk(lattice, greedy)), None
+        else:
+            tokens, support = sampled_walk(lattice, feed.draw)
         kept = jnp.arange(config.draft_tokens)[None] < length[:, None]
-        proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice)
+        proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice, support)
         return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:

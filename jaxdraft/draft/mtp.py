@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal, Support
 from jaxdraft.config import MtpConfig
+from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state import paged
@@ -20,6 +21,9 @@ from jaxdraft.state.paged import PagedPool
 
 DRAFT_TOKENS = 3
 """K unless asked otherwise: the artifact does not say how far its head is chained."""
+
+CANDIDATES = 32
+"""Tokens that a drawn draft may be: the best so many of the vocabulary."""
 
 INGEST_ROWS = 128
 """Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""
@@ -166,8 +170,9 @@ class MtpDrafter:
         """See :meth:`jaxdraft.base.Drafter.propose`.
 
         The first pass runs the waiting row with the anchor; each later one runs the pass before it:
-        its hidden row, its best token, one position on. As many passes run as the widest row can
-        use. Their keys are scratch: the pool's length does not move.
+        its hidden row, its best token (or, when drafts are drawn, one of its best), one position
+        on. As many passes run as the widest row can use. Their keys are scratch: the pool's length
+        does not move.
         """
         wants = feed.wants_draft & (feed.limit > 0)
         fits = self.config.context_length - state.pool.length
@@ -183,22 +188,36 @@ class MtpDrafter:
         limit = jnp.where(state.denied, 0, limit)
         passes = jnp.max(limit, initial=0)
         mtp = self.mtp()
-        Chain = tuple[jax.Array, PagedPool, jax.Array, jax.Array, jax.Array, jax.Array]
+        Chain = tuple[
+            jax.Array, PagedPool, jax.Array, jax.Array, jax.Array, jax.Array, Support | None
+        ]
 
         def link(chain: Chain) -> Chain:
-            number, pool, hidden, token, tokens, finite = chain
+            number, pool, hidden, token, tokens, finite, support = chain
             pool = replace(pool, length=state.pool.length + number)
             drafts = number < limit
             rows, pool = mtp(
                 self._embed(token)[:, None], hidden[:, None], drafts.astype(jnp.int32), pool
             )
             logits = self.logits(rows[:, 0])
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # a NaN counts as the largest
-            best = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-            finite = finite & (jnp.isfinite(best) | ~drafts)
-            return number + 1, pool, rows[:, 0], token, tokens.at[:, number].set(token), finite
+            finite = finite & (jnp.isfinite(jnp.max(logits, axis=-1)) | ~drafts)  # a NaN wins
+            if support is None:
+                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            else:
+                assert feed.draw is not None
+                token, among, probs = sampled_token(logits, feed.draw, number, width)
+                support = Support(
+                    support.tokens.at[:, number].set(among), support.probs.at[:, number].set(probs)
+                )
+            tokens = tokens.at[:, number].set(token)
+            return number + 1, pool, rows[:, 0], token, tokens, finite, support
 
         batch = feed.anchor.shape[0]
+        width = min(CANDIDATES, self.config.vocab_size)
+        support = None
+        if feed.draw is not None:
+            shape = (batch, self.draft_tokens, width)
+            support = Support(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         start = (
             jnp.zeros((), jnp.int32),
             state.pool,
@@ -206,13 +225,17 @@ class MtpDrafter:
             feed.anchor.astype(jnp.int32),
             jnp.full((batch, self.draft_tokens), NO_TOKEN, jnp.int32),
             jnp.ones((batch,), bool),
+            support,
         )
-        _, pool, _, _, tokens, finite = lax.while_loop(lambda c: c[0] < passes, link, start)
+        _, pool, _, _, tokens, finite, support = lax.while_loop(
+            lambda c: c[0] < passes, link, start
+        )
         reason = jnp.where((limit > 0) & ~finite, NoDraft.NONFINITE, reason).astype(jnp.int32)
         length = jnp.where(finite, limit, 0)
         kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
         state = replace(state, pool=replace(pool, length=state.pool.length))
-        return state, Proposal(jnp.where(kept, tokens, NO_TOKEN), length), DraftInfo(reason, passes)
+        proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, support=support)
+        return state, proposal, DraftInfo(reason, passes)
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """What the target's head reads from the head's rows: [..., D] -> [..., V] float32."""

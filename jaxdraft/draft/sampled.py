@@ -1,0 +1,53 @@
+"""Drafts drawn by chance, with the distributions they were drawn from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxdraft.base import Draw, Lattice, Support
+from jaxdraft.draft.lattice import path_tokens, walk
+from jaxdraft.sampling import draw, probabilities
+
+
+def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
+    """Walk a lattice, drawing each step from the scores that its predecessor gives it.
+
+    Example: anchor -> draw i from ``scores[b, 0, 0]``, then j from ``scores[b, 1, i]``, and so on;
+    rows of temperature zero walk greedily and propose with probability one.
+
+    Returns:
+      Tokens [B, K], and the distribution of each.
+    """
+
+    def choose(scores: jax.Array, step: jax.Array) -> jax.Array:
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(how.keys, step)
+        return draw(probabilities(scores, how.truncation), keys)
+
+    indices = walk(lattice, choose)
+    before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)))
+    rows = jnp.take_along_axis(lattice.scores, before[..., None, None], axis=2)[:, :, 0]
+    support = Support(lattice.candidates, probabilities(rows, how.truncation))
+    return path_tokens(lattice, indices), support
+
+
+def sampled_token(
+    logits: jax.Array, how: Draw, step: jax.Array, candidates: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draw one token a row from its best ``candidates``.
+
+    Args:
+      logits: [B, V] float32.
+      how: see :class:`jaxdraft.base.Draw`.
+      step: [] int32, which draft of the proposal this is.
+      candidates: C: a draft comes from the C best, so that its distribution stays small.
+
+    Returns:
+      Tokens [B], and the support: tokens [B, C] and their probabilities [B, C].
+    """
+    # The barrier keeps the top-k a top-k; see BlockDrafter.lattice.
+    values, tokens = jax.lax.optimization_barrier(jax.lax.top_k(logits, candidates))
+    probs = probabilities(values, how.truncation)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(how.keys, step)
+    index = draw(probs, keys)
+    return jnp.take_along_axis(tokens, index[:, None], axis=1)[:, 0], tokens, probs

@@ -1,0 +1,540 @@
+"""Logits -> distributions -> tokens.
+
+What is done to a row of logits, in this order:
+
+1. repetition penalty r, for tokens of prompt and output: positive logits are divided by r, others
+   multiplied (Keskar et al., arXiv:1909.05858, section 4.1);
+2. presence and frequency penalties, for tokens of the output: ``presence`` once, ``frequency`` for
+   every time the token was emitted;
+3. logit bias;
+4. bans: what a mask does not allow, and stop ids while fewer than ``min_new_tokens`` are out;
+5. temperature; at 0 the best token has probability one, ties go to the lowest id, and 6 to 8 have
+   nothing left to do;
+6. top-k: the k largest, of what is left after every earlier step, as for the next two;
+7. top-p: the smallest set of most probable tokens whose mass reaches p (Holtzman et al.,
+   arXiv:1904.09751);
+8. min-p: tokens at least p times as probable as the most probable (Nguyen et al.,
+   arXiv:2407.01082).
+
+Tokens of equal probability stand or fall together: each of the last three is a threshold.
+
+In a verify window row i has the history it would have had alone: the drafts before it count.
+Everything random follows from a row's own key and the position it is needed at, so a state carries
+no keys and a row draws the same whatever the batch around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import MASKED, Draw, Truncation
+
+Proposals = Literal["lattice", "greedy_path", "independent", "none"]
+
+PROPOSALS: tuple[Proposals, ...] = ("lattice", "greedy_path", "independent", "none")
+"""How drafts are proposed to a sampled row; see :class:`Sampling`."""
+
+
+class _Numbers(NamedTuple):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+INDEPENDENT = _Numbers(temperature=0.1, top_k=0, top_p=0.95, min_p=0.3)
+"""How ``independent`` draws its drafts, whatever the target's own rules."""
+
+_SORTED = 256
+"""Largest logits that are looked at before the whole vocabulary is."""
+
+_Number = float | Sequence[float] | np.ndarray | jax.Array
+
+
+@struct.dataclass(kw_only=True)
+class Sampling:
+    """How tokens are chosen. The module says in which order.
+
+    Every number may be one for all rows, or one a row. All of them are dynamic: changing them
+    compiles nothing. Only whether there are penalties, a bias or a mask at all is part of the
+    program.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      repetition_penalty: 1 is off.
+      presence_penalty: in logits; 0 is off.
+      frequency_penalty: in logits; 0 is off.
+      min_new_tokens: stop ids are banned, and stop strings ignored, before so many tokens are out.
+      logit_bias: ``{token: bias}`` or an array [V] or [B, V], added to the logits.
+      allowed: bool, [V] or [B, V]: tokens that may be chosen.
+      mask: for research: a traceable function of one row's history, ``mask(tokens [S] int32, length
+        [] int32) -> bool [V]``, the tokens that may follow ``tokens[:length]``. Compared by
+        identity: another function is another program.
+      proposals: how drafts for a sampled row are proposed. None of them changes what comes out,
+        only how many drafts stand.
+
+        * ``lattice``: each draft is drawn from the scores that its predecessor gives its
+          candidates, tempered and truncated as the target is;
+        * ``greedy_path``: the best candidate at each step, as in greedy decoding;
+        * ``independent``: drawn as by ``lattice``, with rules of its own: temperature 0.1, top-p
+          0.95, min-p 0.3;
+        * ``none``: sampled rows get no drafts.
+    """
+
+    temperature: _Number = 1.0
+    top_k: _Number = 0
+    top_p: _Number = 1.0
+    min_p: _Number = 0.0
+    repetition_penalty: _Number = 1.0
+    presence_penalty: _Number = 0.0
+    frequency_penalty: _Number = 0.0
+    min_new_tokens: _Number = 0
+    logit_bias: Mapping[int, float] | np.ndarray | jax.Array | None = None
+    allowed: np.ndarray | jax.Array | None = None
+    mask: Callable[[jax.Array, jax.Array], jax.Array] | None = struct.field(
+        pytree_node=False, default=None
+    )
+    proposals: Proposals = struct.field(pytree_node=False, default="lattice")
+
+    @property
+    def random(self) -> bool:
+        """Whether a key is needed: false only if the temperature is known to be zero."""
+        return isinstance(self.temperature, jax.core.Tracer) or bool(
+            np.any(np.asarray(self.temperature) > 0)
+        )
+
+    def resolve(self, batch: int, vocab_size: int, streams: jax.Array | None) -> SamplingRules:
+        """Check everything, and bring it to arrays of ``batch`` rows.
+
+        Args:
+          batch: B.
+          vocab_size: V.
+          streams: a key a row, [B]; None if nothing is random.
+
+        Raises:
+          ValueError: a value outside its range, a token outside the vocabulary, a mask that allows
+            nothing, or an array of another shape.
+        """
+        if self.proposals not in PROPOSALS:
+            known = ", ".join(PROPOSALS)
+            raise ValueError(f"proposals is {self.proposals!r}; expected one of {known}")
+
+        def number(name: str, low: float, high: float, integer: bool = False) -> Any:
+            return _per_row(name, getattr(self, name), batch, low, high, integer)
+
+        inf = float("inf")
+        target = Truncation(
+            temperature=number("temperature", 0.0, inf),
+            top_k=number("top_k", 0, 2**31 - 1, integer=True),
+            top_p=number("top_p", 0.0, 1.0),
+            min_p=number("min_p", 0.0, 1.0),
+        )
+        if not isinstance(target.top_p, jax.core.Tracer) and np.any(target.top_p <= 0):
+            raise ValueError(f"top_p is {self.top_p!r}; expected more than 0, at most 1")
+        penalties = Penalties(
+            repetition=number("repetition_penalty", 1e-6, inf),
+            presence=number("presence_penalty", -inf, inf),
+            frequency=number("frequency_penalty", -inf, inf),
+        )
+        neutral = (1.0, 0.0, 0.0)
+        values = (penalties.repetition, penalties.presence, penalties.frequency)
+        off = all(
+            not isinstance(value, jax.core.Tracer) and bool(np.all(value == none))
+            for value, none in zip(values, neutral, strict=True)
+        )
+        return SamplingRules(
+            target=target,
+            drafts=self._drafts(target),
+            streams=streams,
+            min_new_tokens=number("min_new_tokens", 0, 2**31 - 1, integer=True),
+            penalties=None if off else penalties,
+            bias=_bias(self.logit_bias, batch, vocab_size),
+            allowed=_allowed(self.allowed, batch, vocab_size),
+            mask=self.mask,
+        )
+
+    def _drafts(self, target: Truncation) -> Truncation:
+        """The rules drafts are drawn by; greedy rows draft greedily."""
+        if self.proposals == "greedy_path":
+            return replace(target, temperature=target.temperature * np.float32(0))
+        if self.proposals == "independent":
+            own = INDEPENDENT
+            return Truncation(
+                temperature=(target.temperature > 0) * np.float32(own.temperature),
+                top_k=target.top_k * np.int32(0) + np.int32(own.top_k),
+                top_p=target.top_p * np.float32(0) + np.float32(own.top_p),
+                min_p=target.min_p * np.float32(0) + np.float32(own.min_p),
+            )
+        return target
+
+    def limit(self, draft_limit: Any, rules: SamplingRules) -> Any:
+        """``draft_limit`` [B], zero for the sampled rows of ``proposals="none"``."""
+        if self.proposals != "none":
+            return draft_limit
+        sampled = rules.target.temperature > 0
+        return (jnp if isinstance(sampled, jax.Array) else np).where(sampled, 0, draft_limit)
+
+
+@struct.dataclass
+class Penalties:
+    """For tokens that were there before."""
+
+    repetition: jax.Array  # [B] float32
+    presence: jax.Array  # [B] float32
+    frequency: jax.Array  # [B] float32
+
+
+@struct.dataclass
+class SamplingRules:
+    """:class:`Sampling` as the round reads it: a value a row."""
+
+    target: Truncation
+    drafts: Truncation
+    streams: jax.Array | None  # [B] keys; None: no row is random
+    min_new_tokens: jax.Array  # [B] int32
+    penalties: Penalties | None = None
+    bias: jax.Array | None = None  # [1 or B, V] float32
+    allowed: jax.Array | None = None  # [1 or B, V] bool
+    mask: Callable[[jax.Array, jax.Array], jax.Array] | None = struct.field(
+        pytree_node=False, default=None
+    )
+
+
+@struct.dataclass
+class History:
+    """What stands before a window of verify rows."""
+
+    tokens: jax.Array  # [B, S] int32: prompt and output
+    length: jax.Array  # [B] int32, tokens before the window's first prediction
+    emitted: jax.Array  # [B] int32, those of them that are output
+    drafts: jax.Array  # [B, K] int32; row i of the window comes after the first i
+
+
+def row_streams(key: jax.Array | int, batch: int) -> jax.Array:
+    """A stream for every row, [B] keys: row i has ``fold_in(key, i)``."""
+    if isinstance(key, int | np.integer):
+        key = jax.random.key(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"key has shape {key.shape}; expected one key")
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+
+
+def draw_keys(streams: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
+    """The keys [B] of what is drawn for ``purpose`` at ``position`` [B]."""
+    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(s, p), purpose))(
+        streams, position
+    )
+
+
+def drafting(rules: SamplingRules | None, position: jax.Array) -> Draw | None:
+    """How the drafts that follow ``position`` [B] are drawn."""
+    if rules is None or rules.streams is None:
+        return None
+    return Draw(rules.drafts, draw_keys(rules.streams, position, 2))
+
+
+def adjust(
+    logits: jax.Array, rules: SamplingRules, history: History, stop_ids: jax.Array
+) -> jax.Array:
+    """Steps 1 to 4: penalties, bias and bans.
+
+    Args:
+      logits: [B, T, V] float32, T = 1 + K: row i comes after the first i drafts.
+      rules: see :class:`SamplingRules`.
+      history: see :class:`History`.
+      stop_ids: [B, S] int32, NO_TOKEN where there is none.
+
+    Returns:
+      [B, T, V] float32; banned tokens have MASKED.
+    """
+    batch, rows, vocab = logits.shape
+    step = jnp.arange(rows, dtype=jnp.int32)[None]
+    if rules.penalties is not None:
+        logits = _penalize(logits, rules.penalties, history)
+    if rules.bias is not None:
+        logits = logits + rules.bias[:, None]
+    if rules.allowed is not None:
+        logits = jnp.where(rules.allowed[:, None], logits, MASKED)
+    if rules.mask is not None:
+        logits = jnp.where(_masks(rules.mask, history, rows), logits, MASKED)
+    early = history.emitted[:, None] + step < rules.min_new_tokens[:, None]  # [B, T]
+    index = jnp.where(early[:, :, None] & (stop_ids >= 0)[:, None], stop_ids[:, None], vocab)
+    place = (jnp.arange(batch)[:, None, None], step[..., None], index)
+    return logits.at[place].set(MASKED, mode="drop")
+
+
+def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.Array:
+    batch, rows, vocab = logits.shape
+    b = jnp.arange(batch)[:, None]
+    place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None]
+    start = (history.length - history.emitted)[:, None]
+    none = jnp.zeros((batch, vocab), jnp.int32)
+    prompt = none.at[b, jnp.where(place < start, history.tokens, vocab)].add(1, mode="drop")
+    output = (place >= start) & (place < history.length[:, None])
+    output = none.at[b, jnp.where(output, history.tokens, vocab)].add(1, mode="drop")
+    # Row i also has drafts 0..i-1 behind it. Example: drafts [7 7]: rows see 7 zero, one, two
+    # times more.
+    counts = jnp.broadcast_to(output[:, None], (batch, rows, vocab))
+    i = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    j = jnp.arange(history.drafts.shape[1], dtype=jnp.int32)[None]
+    before = (j < i)[None] & (history.drafts >= 0)[:, None]  # [B, T, K]
+    index = jnp.where(before, history.drafts[:, None], vocab)
+    counts = counts.at[b[..., None], i[None], index].add(1, mode="drop")
+
+    def row(x: jax.Array) -> jax.Array:
+        return x[:, None, None]
+
+    seen = (counts > 0) | (prompt > 0)[:, None]
+    r = row(penalties.repetition)
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / r, logits * r), logits)
+    once = (counts > 0).astype(jnp.float32)
+    often = counts.astype(jnp.float32)
+    return logits - row(penalties.presence) * once - row(penalties.frequency) * often
+
+
+def _masks(
+    mask: Callable[[jax.Array, jax.Array], jax.Array], history: History, rows: int
+) -> jax.Array:
+    """What the callback allows after every row's own history, [B, T, V]."""
+    width = history.drafts.shape[1]
+
+    def one(tokens: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array:
+        room = jnp.pad(tokens, (0, width))  # drafts may stand past the buffer's end
+        text = lax.dynamic_update_slice(room, drafts, (length,))
+        return jax.vmap(lambda i: mask(text, length + i))(jnp.arange(rows, dtype=jnp.int32))
+
+    return jax.vmap(one)(history.tokens, history.length, jnp.maximum(history.drafts, 0))
+
+
+@struct.dataclass
+class Distribution:
+    """Steps 5 to 8 of rows of logits, without a dense array of probabilities."""
+
+    logits: jax.Array  # [..., V] float32: tempered, the largest is 0
+    cutoff: jax.Array  # [...] float32: tokens below it have probability zero
+    log_mass: jax.Array  # [...] float32: logsumexp of the rest
+
+    def log_prob(self, tokens: jax.Array) -> jax.Array:
+        """Of one token a row, [...]; MASKED where it is zero."""
+        logit = jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
+        return jnp.where(logit >= self.cutoff, logit - self.log_mass, MASKED)
+
+    def probs(self) -> jax.Array:
+        """Dense, [..., V]."""
+        kept = self.logits >= self.cutoff[..., None]
+        return jnp.where(kept, jnp.exp(self.logits - self.log_mass[..., None]), 0.0)
+
+    def rows(self, index: jax.Array) -> Distribution:
+        """Row ``index`` [B] of every [B, T] rows."""
+        at = index[:, None]
+        return Distribution(
+            jnp.take_along_axis(self.logits, at[..., None], axis=1)[:, 0],
+            jnp.take_along_axis(self.cutoff, at, axis=1)[:, 0],
+            jnp.take_along_axis(self.log_mass, at, axis=1)[:, 0],
+        )
+
+
+def distribution(logits: jax.Array, truncation: Truncation) -> Distribution:
+    """Temperature, top-k, top-p and min-p.
+
+    Rows of temperature zero read as if it were one: who has such rows looks at ``argmax``.
+
+    Args:
+      logits: [B, ..., V] float32.
+      truncation: [B].
+    """
+    shape = (logits.shape[0],) + (1,) * (logits.ndim - 2)
+    t = jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(shape), logits.shape[:-1]), truncation)
+    heat = jnp.where(t.temperature > 0, t.temperature, 1.0)[..., None]
+    # Dividing the difference: the largest is 0 at any temperature, and nothing overflows upwards.
+    tempered = (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat
+    cutoff = jnp.maximum(_cutoff(tempered, t), jnp.where(t.min_p > 0, jnp.log(t.min_p), MASKED))
+    weights = jnp.where(tempered >= cutoff[..., None], jnp.exp(tempered), 0.0)
+    return Distribution(tempered, cutoff, jnp.log(jnp.sum(weights, axis=-1)))
+
+
+def probabilities(scores: jax.Array, truncation: Truncation) -> jax.Array:
+    """Dense probabilities [B, ..., C] of a few scores; one-hot where the temperature is zero."""
+    shape = (scores.shape[0],) + (1,) * (scores.ndim - 1)
+    best = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=jnp.float32)
+    warm = truncation.temperature.reshape(shape) > 0
+    return jnp.where(warm, distribution(scores, truncation).probs(), best)
+
+
+def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
+    """One index a row, [B] int32, with probabilities in proportion to ``probs`` [B, X].
+
+    The largest of log p + Gumbel noise.
+    """
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[1:], jnp.float32))(keys)
+    log = jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1.0)), MASKED)
+    return jnp.argmax(log + noise, axis=-1).astype(jnp.int32)
+
+
+def _cutoff(tempered: jax.Array, t: Truncation) -> jax.Array:
+    """The threshold of top-k and top-p together, [...]: what lies below is out.
+
+    Both are settled among the few largest logits nearly always; only a row where they are not asks
+    for the whole vocabulary. Each row takes its own result, so its neighbours play no part.
+    """
+    vocab = tempered.shape[-1]
+    few = min(_SORTED, vocab)
+    top_k = jnp.where(t.top_k > 0, jnp.minimum(t.top_k, vocab), vocab)
+    cuts_p = t.top_p < 1.0
+    active = jnp.any((top_k < vocab) | cuts_p)
+
+    def none() -> jax.Array:
+        return jnp.full(top_k.shape, MASKED, jnp.float32)
+
+    def search() -> jax.Array:
+        largest, _ = lax.optimization_barrier(lax.top_k(tempered, few))
+        kth = jnp.take_along_axis(largest, jnp.minimum(top_k, few)[..., None] - 1, axis=-1)[..., 0]
+        kth = jnp.where(top_k < vocab, kth, MASKED)
+        settled = (top_k <= few) | (top_k == vocab)
+        if few < vocab:
+            kth = lax.cond(
+                jnp.all(settled),
+                lambda: kth,
+                lambda: jnp.where(settled, kth, _kth(tempered, top_k)),
+            )
+        weights = jnp.where(tempered >= kth[..., None], jnp.exp(tempered), 0.0)
+        need = t.top_p * jnp.sum(weights, axis=-1)
+        # Example: weights [.5 .3 .2], p = 0.7: cumulated [.5 .8 1], the second reaches it.
+        cumulated = jnp.cumsum(jnp.where(largest >= kth[..., None], jnp.exp(largest), 0.0), axis=-1)
+        reached = cumulated >= need[..., None]
+        index = jnp.where(jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), few - 1)
+        nucleus = jnp.take_along_axis(largest, index[..., None], axis=-1)[..., 0]
+        settled = jnp.any(reached, axis=-1) | ~cuts_p
+        if few < vocab:
+            nucleus = lax.cond(
+                jnp.all(settled),
+                lambda: nucleus,
+                lambda: jnp.where(settled, nucleus, _nucleus(tempered, weights, need)),
+            )
+        return jnp.maximum(kth, jnp.where(cuts_p, nucleus, MASKED))
+
+    return lax.cond(active, search, none)
+
+
+def _kth(logits: jax.Array, k: jax.Array) -> jax.Array:
+    """The k-th largest of [..., V], by bisection of the bits: no sort."""
+    return _threshold(logits, jnp.ones_like(logits), k.astype(jnp.float32))
+
+
+def _nucleus(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """The largest threshold whose tokens weigh at least ``need``."""
+    return _threshold(logits, weights, need)
+
+
+def _threshold(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """The largest t for which the weights of ``logits >= t`` sum to ``need`` or more, [...].
+
+    Floats are ordered like their bits once negative ones are flipped, so t is found bit by bit.
+    Weights of one count exactly up to 2**24.
+    """
+    bits = lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0: one zero
+    high = jnp.uint32(0x80000000)
+    ordered = jnp.where(bits & high, ~bits, bits | high)
+
+    def bit(number: jax.Array, low: jax.Array) -> jax.Array:
+        trial = low | (high >> number.astype(jnp.uint32))
+        mass = jnp.sum(jnp.where(ordered >= trial[..., None], weights, 0.0), axis=-1)
+        return jnp.where(mass >= need, trial, low)
+
+    found = lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
+    return lax.bitcast_convert_type(jnp.where(found & high, found ^ high, ~found), jnp.float32)
+
+
+# --------------------------------------------------------------------------- host
+
+
+def _per_row(name: str, value: Any, batch: int, low: float, high: float, integer: bool) -> Any:
+    dtype = np.int32 if integer else np.float32
+    if isinstance(value, jax.core.Tracer):
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
+    given = np.asarray(value)
+    kind = np.integer if integer else np.number
+    if not np.issubdtype(given.dtype, kind) or given.shape not in ((), (batch,)):
+        expected = "an integer" if integer else "a number"
+        raise ValueError(f"{name} is {value!r}; expected {expected}, or {batch} of them")
+    if not np.all((given >= low) & (given <= high)) or not np.all(np.isfinite(given)):
+        raise ValueError(f"{name} is {value!r}; expected {_range(low, high)}")
+    return np.broadcast_to(given, (batch,)).astype(dtype)
+
+
+def _range(low: float, high: float) -> str:
+    if np.isinf(low):
+        return "a finite number"
+    return f"at least {low:g}" if np.isinf(high) or high > 2**30 else f"{low:g} to {high:g}"
+
+
+def _bias(value: Any, batch: int, vocab: int) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        bias = np.zeros((1, vocab), np.float32)
+        for token, amount in value.items():
+            if not 0 <= int(token) < vocab:
+                raise ValueError(
+                    f"logit_bias names token {token}; the vocabulary has ids 0..{vocab - 1}"
+                )
+            bias[0, int(token)] = amount
+        value = bias[0]
+    value = _rows("logit_bias", value, batch, vocab)
+    if isinstance(value, jax.core.Tracer):
+        return value.astype(jnp.float32)
+    if np.isnan(value).any() or np.isposinf(value).any():
+        raise ValueError("logit_bias holds NaN or +inf; expected numbers below +inf")
+    return np.maximum(value, MASKED).astype(np.float32)  # -inf bans
+
+
+def _allowed(value: Any, batch: int, vocab: int) -> Any:
+    if value is None:
+        return None
+    value = _rows("allowed", value, batch, vocab)
+    if value.dtype != bool:
+        raise ValueError(f"allowed is {value.dtype}; expected booleans")
+    if not isinstance(value, jax.core.Tracer) and not value.any(axis=-1).all():
+        rows = np.flatnonzero(~value.any(axis=-1)).tolist()
+        raise ValueError(f"allowed leaves no token in rows {rows}")
+    return value
+
+
+def _rows(name: str, value: Any, batch: int, vocab: int) -> Any:
+    """[V] or [B, V] -> [1 or B, V]."""
+    if np.shape(value) not in ((vocab,), (batch, vocab)):
+        expected = f"({vocab},) or ({batch}, {vocab})"
+        raise ValueError(f"{name} has shape {np.shape(value)}; expected {expected}")
+    value = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    return value.reshape(-1, vocab)
+
+
+__all__ = [
+    "INDEPENDENT",
+    "PROPOSALS",
+    "Distribution",
+    "History",
+    "Penalties",
+    "Sampling",
+    "SamplingRules",
+    "adjust",
+    "distribution",
+    "draw",
+    "draw_keys",
+    "drafting",
+    "probabilities",
+    "row_streams",
+]
