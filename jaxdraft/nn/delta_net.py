@@ -10,6 +10,8 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -135,6 +137,18 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.concatenate(solved, axis=-2)[..., :steps, :]
 
 
+class DeltaRows(NamedTuple):
+    """What the recurrence reads of T rows."""
+
+    query: jax.Array  # [B, T, Hk, Dk] float32, normalised and scaled
+    key: jax.Array  # [B, T, Hk, Dk] float32, normalised
+    value: jax.Array  # [B, T, Hv, Dv] float32
+    log_decay: jax.Array  # [B, T, Hv] float32, g <= 0
+    beta: jax.Array  # [B, T, Hv] float32
+    gate: jax.Array  # [B, T, Hv, Dv], of the norm after it
+    stream: jax.Array  # [B, T, channels], pre-convolution
+
+
 class DeltaNet(nnx.Module):
     """A gated delta-net layer over T rows: projections, convolution, recurrence, gated norm."""
 
@@ -165,24 +179,35 @@ class DeltaNet(nnx.Module):
         Returns:
           [B, T, D], and the capsule from which any prefix of the rows can be committed.
         """
+        row = self.project(x, conv)
+        out, update = delta_rule(row.query, row.key, row.value, row.log_decay, row.beta, state)
+        return self.finish(out.astype(x.dtype), row.gate), Capsule(
+            log_decay=row.log_decay, key=row.key, update=update, rows=row.stream
+        )
+
+    def project(self, x: jax.Array, conv: jax.Array) -> DeltaRows:
+        """All that the recurrence reads, of rows [B, T, D]; ``conv`` as in :meth:`__call__`."""
         c = self.config
         batch, steps, _ = x.shape
         mixed = self.qkvz(x)
-        rows, z = mixed[..., : c.channels], mixed[..., c.channels :]
+        stream, z = mixed[..., : c.channels], mixed[..., c.channels :]
         b, a = jnp.split(self.ba(x).astype(jnp.float32), 2, axis=-1)
         row = (1, 1, c.value_heads)
         decay = self.decay_scale[...].reshape(row) * jax.nn.softplus(
             a + self.dt_bias[...].reshape(row)
         )
-        q, k, v = jnp.split(self._convolve(conv, rows), (c.key_rows, 2 * c.key_rows), axis=-1)
+        q, k, v = jnp.split(self._convolve(conv, stream), (c.key_rows, 2 * c.key_rows), axis=-1)
         q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
         k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
         v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
-        out, update = delta_rule(q, k, v, decay, jax.nn.sigmoid(b), state)
         gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
-        out = gated_rms_norm(out.astype(x.dtype), self.norm_weight[...], gate, c.norm_eps)
-        y = self.out(out.reshape(batch, steps, c.value_rows))
-        return y, Capsule(log_decay=decay, key=k, update=update, rows=rows)
+        return DeltaRows(q, k, v, decay, jax.nn.sigmoid(b), gate, stream)
+
+    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        """Gated norm and output projection: [B, T, Hv, Dv] -> [B, T, D]."""
+        c = self.config
+        out = gated_rms_norm(out, self.norm_weight[...], gate, c.norm_eps)
+        return self.out(out.reshape(*out.shape[:2], c.value_rows))
 
     def _convolve(self, conv: jax.Array, rows: jax.Array) -> jax.Array:
         """Depthwise causal convolution, then SiLU: [B, T, channels].

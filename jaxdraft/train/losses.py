@@ -1,0 +1,237 @@
+"""What training minimises, and what says beforehand how many drafts will stand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import MASKED
+from jaxdraft.nn.block_drafter import BlockBackbone
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.linear import matmul
+from jaxdraft.nn.mtp import Mtp
+from jaxdraft.train.blocks import block_features, following
+from jaxdraft.train.optimize import Metrics
+from jaxdraft.train.sequence import decoder_rows, head_logits, mtp_chain
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """``-log softmax(logits)[label]``: [..., V], [...] -> [...] float32."""
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def soft_cross_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
+    """``-sum probs * log softmax(logits)``: [..., V], [..., V] -> [...] float32."""
+    return -jnp.sum(probs * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+
+
+def language_loss(decoder: Decoder, tokens: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Mean nats a token of sequences [B, 1 + T] int32, each row predicting the next."""
+    rows = decoder_rows(decoder, tokens[:, :-1])
+    logits = head_logits(rows.hidden, decoder.head_weight)
+    nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
+    right = jnp.argmax(lax.stop_gradient(logits), axis=-1) == tokens[:, 1:]
+    return nats, {"nats": nats, "right": jnp.mean(right.astype(jnp.float32))}
+
+
+@struct.dataclass
+class Continuations:
+    """Sequences with what the target said about them, and where drafts start."""
+
+    tokens: jax.Array  # [B, T] int32
+    aux: jax.Array  # [B, T, A], the target's auxiliary states; MTP heads do not read them
+    hidden: jax.Array  # [B, T, D], after the target's final norm
+    anchors: jax.Array  # [B, n] int32 positions; every token they lead to lies in the sequence
+    greedy: jax.Array  # [B] bool: continued greedily; else drawn at the loss's temperature
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftLoss:
+    """Loss of a drafter: ``loss(module, batch) -> (loss, metrics)``.
+
+    Draft k weighs ``exp(-k / decay)``. Its terms are
+
+    * the cross entropy of the head's logits, which decide a block drafter's candidates;
+    * the cross entropy of the lattice's scores after the true predecessor: among the C candidates
+      (DFlash2's selector; a label that is missing takes the last one's place) or over the whole
+      vocabulary (DSpark's Markov head). An MTP head has none, its input is the predecessor;
+    * the total variation between the drafts' distribution and the target's at ``temperature``:
+      what sampled verification rejects. On sampled sequences only.
+
+    A sequence's own tokens are the labels. Where they are one draw from a known distribution, the
+    share ``soft`` of both cross entropies is taken against the target's probabilities themselves.
+
+    Attributes:
+      embedding: [V, D], the target's.
+      head: [V, D], the target's.
+      decay: drafts over which the weight falls by e.
+      head_weight: of the first term.
+      pair_weight: of the second.
+      variation_weight: of the third.
+      temperature: of the sampled sequences.
+      soft: see above.
+      links: drafts of an MTP head; a block drafter has its own number.
+    """
+
+    embedding: jax.Array
+    head: jax.Array
+    decay: float = 4.0
+    head_weight: float = 1.0
+    pair_weight: float = 1.0
+    variation_weight: float = 0.0
+    temperature: float = 1.0
+    soft: float = 0.0
+    links: int = 3
+
+    def __call__(
+        self, module: BlockBackbone | Mtp, batch: Continuations
+    ) -> tuple[jax.Array, Metrics]:
+        """Loss [] and metrics, see :func:`acceptance`."""
+        return self.chain(module, batch) if isinstance(module, Mtp) else self.block(module, batch)
+
+    def block(self, backbone: BlockBackbone, batch: Continuations) -> tuple[jax.Array, Metrics]:
+        """Of a block drafter."""
+        config = backbone.config
+        drafts = config.draft_tokens
+        features = block_features(
+            backbone, self.embedding, batch.aux, batch.tokens, batch.anchors
+        )  # [B, n, K, D]
+        logits = head_logits(features, self.head)
+        labels = following(batch.tokens, batch.anchors, drafts, offset=1)
+        before = following(batch.tokens, batch.anchors, drafts, offset=0)
+        teacher = self._teacher(batch, following(batch.hidden, batch.anchors, drafts, offset=0))
+        nats = self._mixed(logits, labels, teacher, batch.greedy)
+
+        _, best = lax.top_k(lax.stop_gradient(logits), config.candidates)
+        hit = best == labels[..., None]
+        found = jnp.any(hit, axis=-1)
+        candidates = jnp.concatenate([best, labels[..., None]], axis=-1)  # [B, n, K, C + 1]
+        shape = (-1, drafts)
+        pairs = backbone.pair_scores(
+            features.reshape(*shape, config.width),
+            before.reshape(*shape, 1),
+            candidates.reshape(*shape, config.candidates + 1),
+        ).reshape(candidates.shape)
+        scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs
+        if isinstance(backbone, DSpark):
+            first = jnp.take(backbone.markov_w1[...], before, axis=0, mode="clip")
+            bias = matmul(first, backbone.markov_w2[...], out_dtype=jnp.float32)
+            selected = self._mixed(logits + bias, labels, teacher, batch.greedy)
+        else:
+            # One entry too many: the label's own, or the last candidate that it replaces.
+            place = jnp.arange(config.candidates + 1).reshape(1, 1, 1, -1)
+            spare = jnp.where(found, config.candidates, config.candidates - 1)[..., None]
+            kept = place != spare
+            index = jnp.where(found, jnp.argmax(hit, axis=-1), config.candidates)
+            selected = self._mixed(
+                jnp.where(kept, scores, MASKED),
+                index,
+                jnp.where(kept, jnp.take_along_axis(teacher, candidates, axis=-1), MASKED),
+                batch.greedy,
+            )
+        drafted = scores[..., : config.candidates]
+        overlap = self._overlap(drafted, jnp.take_along_axis(teacher, best, axis=-1), teacher)
+        total = self.head_weight * nats + self.pair_weight * selected
+        total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
+        right = found & (jnp.take_along_axis(best, _best(drafted), axis=-1)[..., 0] == labels)
+        return self._weighted(total), {
+            "nats": self._weighted(nats),
+            "pair_nats": self._weighted(selected),
+            "recall": jnp.mean(found.astype(jnp.float32), axis=(0, 1)),
+            **acceptance(batch.greedy, right, overlap),
+        }
+
+    def chain(self, mtp: Mtp, batch: Continuations) -> tuple[jax.Array, Metrics]:
+        """Of an MTP head, from every row: link 0 of row ``anchor - 1`` is the first draft."""
+        rows = mtp_chain(mtp, self.embedding, batch.hidden, batch.tokens, self.links)
+        rows = jnp.stack(rows, axis=2)  # [B, T, K, D]
+        features = jnp.take_along_axis(rows, (batch.anchors - 1)[..., None, None], axis=1)
+        logits = head_logits(features, self.head)
+        labels = following(batch.tokens, batch.anchors, self.links, offset=1)
+        teacher = self._teacher(batch, following(batch.hidden, batch.anchors, self.links, offset=0))
+        nats = self._mixed(logits, labels, teacher, batch.greedy)
+        overlap = self._overlap(logits, teacher, teacher)
+        total = self.head_weight * nats
+        total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
+        right = _best(logits)[..., 0] == labels
+        return self._weighted(total), {
+            "nats": self._weighted(nats),
+            **acceptance(batch.greedy, right, overlap),
+        }
+
+    def _teacher(self, batch: Continuations, hidden: jax.Array) -> jax.Array:
+        """The target's logits [B, n, K, V]."""
+        return lax.stop_gradient(head_logits(hidden, self.head))
+
+    def _mixed(
+        self, logits: jax.Array, labels: jax.Array, teacher: jax.Array, greedy: jax.Array
+    ) -> jax.Array:
+        """Cross entropy [B, n, K] with labels, and with the target's probabilities."""
+        hard = cross_entropy(logits, labels)
+        if not self.soft:
+            return hard
+        soft = soft_cross_entropy(logits, jax.nn.softmax(teacher, axis=-1))
+        share = jnp.where(greedy, 0.0, self.soft)[:, None, None]
+        return (1.0 - share) * hard + share * soft
+
+    def _overlap(self, scores: jax.Array, teacher: jax.Array, full: jax.Array) -> jax.Array:
+        """``sum min(p, q)`` at the temperature: the chance that a sampled draft stands.
+
+        Args:
+          scores: [B, n, K, C] of the drafts that can be drawn.
+          teacher: [B, n, K, C], the target's logits of the same tokens.
+          full: [B, n, K, V], of all tokens.
+        """
+        mass = jax.nn.logsumexp(full / self.temperature, axis=-1, keepdims=True)
+        p = jnp.exp(teacher / self.temperature - mass)
+        q = jax.nn.softmax(scores / self.temperature, axis=-1)
+        return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+    @staticmethod
+    def _sampled(batch: Continuations, values: jax.Array) -> jax.Array:
+        """Zero on greedy sequences."""
+        return jnp.where(batch.greedy[:, None, None], 0.0, values)
+
+    def _weighted(self, values: jax.Array) -> jax.Array:
+        """Weighted mean of [B, n, K] over drafts, plain over blocks."""
+        weight = jnp.exp(-jnp.arange(values.shape[-1], dtype=jnp.float32) / self.decay)
+        return jnp.sum(jnp.mean(values, axis=(0, 1)) * weight) / jnp.sum(weight)
+
+
+def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metrics:
+    """What a training batch says about drafting.
+
+    Each draft is judged after its true predecessors, as one that is reached is. So the share of
+    blocks whose drafts 0..k all stand is ``survival`` [K], its neighbours' ratio the conditional
+    acceptance by position, and ``tokens``, one more than its sum, the tokens a round emits from an
+    anchor anywhere in the sequences.
+
+    Args:
+      greedy: [B] bool.
+      right: [B, n, K] bool, the draft is the label; counts on greedy sequences.
+      overlap: [B, n, K], the chance that a sampled draft stands; counts on the others.
+
+    Returns:
+      ``greedy_survival`` and ``sampled_survival`` [K], ``greedy_tokens`` and ``sampled_tokens`` [];
+      NaN where a batch has no such sequence.
+    """
+    metrics = {}
+    kinds = {"greedy": (greedy, right.astype(jnp.float32)), "sampled": (~greedy, overlap)}
+    for name, (of, stands) in kinds.items():
+        reached = jnp.cumprod(lax.stop_gradient(stands), axis=-1)
+        number = jnp.sum(of.astype(jnp.float32)) * reached.shape[1]
+        survival = jnp.sum(jnp.where(of[:, None, None], reached, 0.0), axis=(0, 1)) / number
+        metrics[f"{name}_survival"] = survival
+        metrics[f"{name}_tokens"] = 1.0 + jnp.sum(survival)
+    return metrics
+
+
+def _best(scores: jax.Array) -> jax.Array:
+    """Index [..., 1] of the best score; ties go to the lowest."""
+    return jnp.argmax(scores, axis=-1, keepdims=True)

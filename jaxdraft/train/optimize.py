@@ -1,0 +1,158 @@
+"""Parameters, optimizer and step: what every training run here shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from optax.contrib import MuonDimensionNumbers, muon
+
+from jaxdraft.nn.linear import Frozen
+
+Metrics = dict[str, jax.Array]
+Loss = Callable[[Any, Any], tuple[jax.Array, Metrics]]
+"""(module, batch) -> loss [] and metrics. Differentiated with respect to the module's arrays."""
+
+Labels = Any
+_MIN_DECAY = 1e-3
+
+
+@struct.dataclass
+class TrainState:
+    """What a checkpoint holds. The data of step n depend on n alone, so nothing else is needed."""
+
+    step: jax.Array  # [] int32, steps taken
+    params: Any  # as in Frozen
+    optimizer: Any
+
+
+def labels(frozen: Frozen) -> Labels:
+    """How each array of a module learns: "matrix", "vector" or "fixed".
+
+    Weights of linear maps are matrices, and orthogonalised momentum suits them. Embeddings, heads
+    and codebooks are tables of vectors, where only a few rows have a gradient; with norms, biases
+    and convolutions they are "vector". Tables of constants, and the bias of the delta net's
+    convolution, which checkpoints of this family do not have, are "fixed".
+    """
+    kinds = {}
+    for path, variable in nnx.to_flat_state(nnx.state(frozen())):
+        name = path[-1]
+        matrix = name == "weight" and variable[...].ndim == 2 and path[0] not in ("embed", "head")
+        fixed = not isinstance(variable, nnx.Param) or name == "conv_bias"
+        kinds[path] = "fixed" if fixed else "matrix" if matrix else "vector"
+    return jax.tree.map_with_path(
+        lambda path, _: kinds[tuple(getattr(part, "key", None) for part in path)], frozen.params
+    )
+
+
+def optimizer(
+    kinds: Labels,
+    *,
+    matrix_rate: float = 0.02,
+    vector_rate: float = 3e-3,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    clip: float = 1.0,
+) -> optax.GradientTransformation:
+    """Muon for matrices, Adam for the rest, after clipping the whole gradient's norm.
+
+    Rates are those at the top of a schedule; a step scales its update by where the schedule stands.
+
+    Args:
+      kinds: from :func:`labels`.
+      matrix_rate: of matrices (Jordan et al., "Muon", 2024; updates of unit spectral norm, times
+        ``sqrt(max(1, out / in))``).
+      vector_rate: of the rest.
+      momentum: of Muon.
+      weight_decay: of matrices, times their rate.
+      clip: largest norm of the gradient.
+    """
+
+    def axes(params: Any) -> Any:  # our matrices are [out, in]
+        return jax.tree.map(lambda _: MuonDimensionNumbers(reduction_axis=1, output_axis=0), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.partition(
+            {
+                "matrix": muon(
+                    matrix_rate,
+                    beta=momentum,
+                    weight_decay=weight_decay,
+                    muon_weight_dimension_numbers=axes,
+                ),
+                "vector": optax.adam(vector_rate, b1=0.9, b2=0.98),
+                "fixed": optax.set_to_zero(),
+            },
+            kinds,
+        ),
+    )
+
+
+def start(frozen: Frozen, transform: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    params = jax.tree.map(jnp.array, frozen.params)  # copies: steps donate their state
+    return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
+
+
+def make_step(
+    frozen: Frozen, loss: Loss, transform: optax.GradientTransformation
+) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
+    """A compiled training step. It donates the state.
+
+    Args:
+      frozen: the module's structure; its arrays come from the state.
+      loss: what to minimise.
+      transform: from :func:`optimizer`, or any other of optax.
+
+    Returns:
+      ``(state, batch, rate) -> (state, metrics)``; ``rate`` [] float32 scales the update, 0..1.
+    """
+
+    def step(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        def of(params: Any) -> tuple[jax.Array, Metrics]:
+            return loss(Frozen(params, frozen.structure)(), batch)
+
+        (value, metrics), gradient = jax.value_and_grad(of, has_aux=True)(state.params)
+        updates, memory = transform.update(gradient, state.optimizer, state.params)
+        updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
+        params = constrain(optax.apply_updates(state.params, updates))
+        norm = optax.global_norm(gradient)
+        return TrainState(state.step + 1, params, memory), {
+            "loss": value,
+            "gradient": norm,
+            **metrics,
+        }
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def constrain(params: Any) -> Any:
+    """Keep decays decaying: a delta net's ``decay_scale`` is ``-exp(A_log)``, below zero."""
+
+    def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
+        if getattr(path[-1], "key", None) == "decay_scale":
+            return jnp.minimum(value, jnp.asarray(-_MIN_DECAY, value.dtype))
+        return value
+
+    return jax.tree.map_with_path(one, params)
+
+
+def trapezoid(step: int, *, steps: int, warmup: int = 20, decay: float = 0.4) -> float:
+    """A schedule: up over ``warmup`` steps, level, then linearly to zero over the last part.
+
+    Example, 100 steps, warm-up 10, decay 0.4: 0.1 at step 0, 1 from step 9 to 60, 0.5 at 80.
+
+    Args:
+      step: steps taken before this one.
+      steps: of the whole run.
+      warmup: steps to the top.
+      decay: share of the run that falls.
+    """
+    rise = min(1.0, (step + 1) / max(1, warmup))
+    fall = min(1.0, (steps - step) / max(1.0, decay * steps))
+    return max(0.0, min(rise, fall))

@@ -1,0 +1,214 @@
+"""Forward passes over whole sequences, differentiable: what training runs.
+
+They use the modules that draft and verify, weight for weight. Only what surrounds a sequence is
+different: no cache, no committed length, every row of a sequence at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdraft.base import MASKED
+from jaxdraft.config import FULL_ATTENTION, AttentionConfig
+from jaxdraft.nn.attention import Attention
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.delta_net import DeltaNet, delta_rule
+from jaxdraft.nn.linear import matmul, precision
+from jaxdraft.nn.mtp import Mtp
+from jaxdraft.state.recurrent import Capsule, Recurrent, commit
+
+CHUNK = 32
+"""Rows of the delta rule that are solved as one triangular system."""
+
+
+class DecoderRows(NamedTuple):
+    """What a target says about every row of some sequences."""
+
+    aux: jax.Array | None  # [B, T, A]
+    hidden: jax.Array  # [B, T, D], after the final norm
+
+
+def decoder_rows(decoder: Decoder, tokens: jax.Array) -> DecoderRows:
+    """Run whole sequences from an empty state, as :func:`jaxdraft.score` does, differentiably.
+
+    Args:
+      decoder: the target.
+      tokens: [B, T] int32, every row full.
+    """
+    config = decoder.config
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    cos, sin = decoder.rotary.at(positions) if hasattr(decoder, "rotary") else (None, None)
+    x = decoder.embed(tokens)
+    taps = {}
+    for i, layer in enumerate(decoder.layers):
+        if i in config.taps:
+            taps[i] = x
+        y = layer.input_norm(x)
+        if isinstance(layer.mixer, Attention):
+            q, k, v, gate = layer.mixer.project(y, cos, sin)
+            y = layer.mixer.finish(causal_attention(q, k, v, layer.mixer.config), gate)
+        else:
+            y = delta_net_rows(layer.mixer, y)
+        x = x + y
+        x = x + layer.mlp(layer.post_norm(x))
+    aux = jnp.concatenate([taps[i] for i in config.taps], axis=-1) if config.taps else None
+    return DecoderRows(aux, decoder.norm(x))
+
+
+def head_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Rows [..., D] after the final norm -> logits [..., V] float32."""
+    return matmul(hidden, head, out_dtype=jnp.float32)
+
+
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, config: AttentionConfig
+) -> jax.Array:
+    """Softmax attention of a sequence to itself: :func:`jaxdraft.nn.attention.attend` from empty.
+
+    Args:
+      query: [B, T, N, H], rotated.
+      key: [B, T, G, H], rotated.
+      value: [B, T, G, H].
+      config: heads, scale, window, softcap.
+
+    Returns:
+      [B, T, N * H].
+    """
+    batch, steps, heads, dim = query.shape
+    groups = config.kv_heads
+    q = query.reshape(batch, steps, groups, heads // groups, dim)
+    scores = jnp.einsum(
+        "btgnh,bsgh->bgnts",
+        q * jnp.asarray(config.scale, q.dtype),
+        key,
+        precision=precision(q.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if config.softcap:
+        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    row, column = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    seen = column <= row
+    if config.window != FULL_ATTENTION:
+        seen = seen & (column > row - config.window)
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+    out = jnp.einsum(
+        "bgnts,bsgh->btgnh", weights.astype(value.dtype), value, precision=precision(value.dtype)
+    )
+    return out.reshape(batch, steps, heads * dim).astype(query.dtype)
+
+
+def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.Array:
+    """A delta-net layer over whole sequences: [B, T, D] -> [B, T, D].
+
+    The projections see all rows at once; the recurrence goes chunk by chunk, each a verify pass
+    whose rows are all committed.
+    """
+    c = mixer.config
+    batch, steps, _ = x.shape
+    row = mixer.project(x, jnp.zeros((batch, c.conv_width - 1, c.channels), x.dtype))
+    short = -steps % chunk  # zero rows: no decay, no update, and nothing follows them
+
+    def chunks(rows: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
+        rows = jnp.pad(rows, [(0, 0), (0, short), *[(0, 0)] * (rows.ndim - 2)])
+        return jnp.moveaxis(rows.reshape(batch, -1, chunk, *rows.shape[2:]), 1, 0)
+
+    def step(memory: Recurrent, rows: list[jax.Array]) -> tuple[Recurrent, jax.Array]:
+        q, k, v, decay, beta = rows
+        out, update = delta_rule(q, k, v, decay, beta, memory.state)
+        nothing = jnp.zeros((batch, chunk, 0), memory.conv.dtype)  # the stream is convolved already
+        capsule = Capsule(log_decay=decay, key=k, update=update, rows=nothing)
+        return commit(memory, capsule, jnp.full((batch,), chunk, jnp.int32)), out
+
+    memory = Recurrent.zeros(
+        batch,
+        value_heads=c.value_heads,
+        key_dim=c.key_dim,
+        value_dim=c.value_dim,
+        conv_width=c.conv_width,
+        channels=0,
+        dtype=x.dtype,
+    )
+    parts = [chunks(part) for part in (row.query, row.key, row.value, row.log_decay, row.beta)]
+    _, out = lax.scan(step, memory, parts)
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, c.value_heads, c.value_dim)[:, :steps]
+    return mixer.finish(out.astype(x.dtype), row.gate)
+
+
+def mtp_chain(
+    mtp: Mtp, embedding: jax.Array, hidden: jax.Array, tokens: jax.Array, links: int
+) -> list[jax.Array]:
+    """The head chained ``links`` times from every row of a sequence, with the true tokens fed in.
+
+    Link j of row p reads the row of the link before (link 0: the target's own hidden row) and token
+    p + 1 + j, stands at position p + j, and predicts token p + 2 + j. It attends to what the
+    drafter's cache and scratch would hold: link 0 of rows up to p, then its own chain.
+
+    Args:
+      mtp: the head.
+      embedding: [V, D], the target's.
+      hidden: [B, T, D], the target's rows after its final norm.
+      tokens: [B, T] int32. Past the end it reads token 0: links that would need those tokens, at
+        the last rows, mean nothing.
+      links: how often it is applied.
+
+    Returns:
+      For each link the final-normed rows [B, T, D], which the target's head reads.
+    """
+    batch, steps = tokens.shape
+    config = mtp.config.attention
+    padded = jnp.pad(tokens, ((0, 0), (0, links)))
+    keys: list[jax.Array] = []
+    values: list[jax.Array] = []
+    outputs: list[jax.Array] = []
+    for link in range(links):
+        following = padded[:, 1 + link : 1 + link + steps]
+        embedded = jnp.take(embedding, following, axis=0, mode="clip").astype(hidden.dtype)
+        pair = [mtp.embedding_norm(embedded), mtp.hidden_norm(hidden)]
+        x = mtp.fc(jnp.concatenate(pair, axis=-1))
+        positions = jnp.arange(steps, dtype=jnp.int32)[None] + link
+        cos, sin = mtp.rotary.at(jnp.broadcast_to(positions, (batch, steps)))
+        q, k, v, gate = mtp.mixer.project(mtp.input_norm(x), cos, sin)
+        keys.append(k)
+        values.append(v)
+        x = x + mtp.mixer.finish(_chain_attention(q, keys, values, config), gate)
+        x = x + mtp.mlp(mtp.post_norm(x))
+        hidden = mtp.norm(x)
+        outputs.append(hidden)
+    return outputs
+
+
+def _chain_attention(
+    query: jax.Array, keys: list[jax.Array], values: list[jax.Array], config: AttentionConfig
+) -> jax.Array:
+    """Causal attention to the first link's keys, and to the same row's keys of the later ones.
+
+    Args:
+      query: [B, T, N, H], of the last link.
+      keys: for each link so far [B, T, G, H].
+      values: likewise.
+      config: heads, scale.
+
+    Returns:
+      [B, T, N * H].
+    """
+    batch, steps, heads, dim = query.shape
+    groups = config.kv_heads
+    exact = precision(query.dtype)
+    q = query.reshape(batch, steps, groups, heads // groups, dim)
+    q = q * jnp.asarray(config.scale, q.dtype)
+    cached = jnp.einsum("btgnh,bsgh->bgnts", q, keys[0], precision=exact)
+    row, column = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    cached = jnp.where(column <= row, cached.astype(jnp.float32), MASKED)
+    own = [jnp.einsum("btgnh,btgh->bgnt", q, k, precision=exact)[..., None] for k in keys[1:]]
+    weights = jax.nn.softmax(
+        jnp.concatenate([cached, *[s.astype(jnp.float32) for s in own]], axis=-1), axis=-1
+    ).astype(query.dtype)
+    out = jnp.einsum("bgnts,bsgh->btgnh", weights[..., :steps], values[0], precision=exact)
+    for link, value in enumerate(values[1:]):
+        weight = jnp.transpose(weights[..., steps + link], (0, 3, 1, 2))  # [B, T, G, N / G]
+        out = out + weight[..., None] * value[:, :, :, None]
+    return out.reshape(batch, steps, heads * dim)
