@@ -34,6 +34,7 @@ _DECODER_INPUTS = {
     "past_key_scale_names",
     "past_value_scale_names",
     "block_table",
+    "block_table_windowed",
     "cumulative_sequence_lengths",
     "past_sequence_lengths",
     "attention_metadata",
@@ -139,6 +140,15 @@ _DECODER_KEYS = {
     "state_update_capacity",
     "shared_initializers",
 }
+_SLIDING_KEYS = {
+    "window_size",
+    "pad_value",
+    "alignment",
+    "slide_key_value_cache",
+    "slide_inputs",
+    "layers",
+    "cache_slack",
+}
 _OTHER_MODELS = ("encoder", "vision", "speech", "embedding", "encoder_decoder_init")
 
 
@@ -171,6 +181,14 @@ class Names:
         return self.by_role[role].replace("%d", str(layer))
 
 
+@dataclasses.dataclass(frozen=True)
+class SlidingSection:
+    """``model.decoder.sliding_window``: layers whose cache the runtime bounds, and their window."""
+
+    window: int
+    layers: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSection:
     """``model.decoder``."""
@@ -186,6 +204,7 @@ class DecoderSection:
     outputs: Names
     state_update_capacity: int | None
     state_groups: Mapping[str, tuple[int, ...]]
+    sliding: SlidingSection | None
     shared: Mapping[str, SharedTensor]
 
 
@@ -424,7 +443,24 @@ class _Reader:
             outputs=outputs,
             state_update_capacity=capacity,
             state_groups=self.attempt(lambda: self.state_groups(section), {}),
+            sliding=self.attempt(lambda: self.sliding(section), None),
             shared=self.attempt(lambda: self.shared(section, where), {}),
+        )
+
+    def sliding(self, decoder: Json) -> SlidingSection | None:
+        if decoder.get("sliding_window") is None:
+            return None
+        section = self.object(decoder, "sliding_window", "model.decoder")
+        where = "model.decoder.sliding_window"
+        self.known_keys(section, where, _SLIDING_KEYS)
+        for key in ("slide_key_value_cache", "slide_inputs"):
+            # The runtime's default is true: it would feed prompts window by window, and the keys of
+            # one window would be all that its rows see. That is another model.
+            if self.boolean(section, key, where):
+                raise ArtifactError(CONFIG, _join(where, key), "true", "false: not implemented")
+        return SlidingSection(
+            window=self.integer(section, "window_size", where, 1, _INT32),
+            layers=self.integers(section, "layers", where, 0, _INT32),
         )
 
     def state_groups(self, section: Json) -> dict[str, tuple[int, ...]]:

@@ -194,6 +194,11 @@ def _notes(plan: Plan, has_drafter: bool) -> list[str]:
             f"the rotary tables cover {target.config.context_length} positions, less than "
             f"model.context_length {config.context_length}"
         )
+    sliding = config.decoder.sliding
+    if target is not None and sliding is not None and not sliding.layers:
+        notes.append(
+            f"the configuration names a window of {sliding.window} that no layer of the graph has"
+        )
     if (
         target is not None
         and not has_drafter
@@ -232,6 +237,8 @@ def _describe(config: TargetConfig | BlockDrafterConfig | MtpConfig) -> Facts:
     }
     if config.attention is not None:
         facts["attention"] = _attention(config.attention)
+    if isinstance(config, TargetConfig) and config.sliding is not None:
+        facts["sliding"] = _attention(config.sliding)
     if isinstance(config, TargetConfig):
         facts["layers"] = dict(Counter(config.layers))
         facts["taps"] = list(config.taps)

@@ -461,12 +461,16 @@ def rotary_tables(walk: Walk, cos: str, sin: str, label: str) -> Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """An attention or delta-net part: the value it reads, its shape, its parameters."""
+    """An attention or delta-net part: the value it reads, its shape, its parameters.
+
+    ``bounded``: the runtime keeps no more of its keys than the window shows.
+    """
 
     source: str
     config: AttentionConfig | DeltaNetConfig
     recipes: Recipes
     tables: Tables | None = None
+    bounded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -535,7 +539,11 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
     head_dim = out.shape[1] // core.heads
     query_rows = core.heads * head_dim * (2 if gate else 1)
     kv_rows = core.kv_heads * head_dim
-    _attention_state(walk, call, io, layer, core.kv_heads, head_dim)
+    bounded = _attention_state(walk, call, io, layer, core.kv_heads, head_dim)
+    if bounded and core.window == FULL_ATTENTION:
+        raise ArtifactError(
+            walk.file, f"{label}, local_window_size", "none, over a bounded cache", "a width"
+        )
     tables = (
         rotary_tables(walk, call["cos_cache"], call["sin_cache"], label) if core.rotary else None
     )
@@ -595,7 +603,7 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
     if q_norm is not None and k_norm is not None:
         recipes["q_norm", "weight"] = q_norm.recipe
         recipes["k_norm", "weight"] = k_norm.recipe
-    return Mixer(source, config, recipes, tables)
+    return Mixer(source, config, recipes, tables, bounded)
 
 
 def _projections(
@@ -746,8 +754,12 @@ def io_input(
 
 def _attention_state(
     walk: Walk, call: Call, io: Io, layer: int, kv_heads: int, head_dim: int
-) -> None:
-    """Cache, lengths and outputs of an attention operator: all where they should be."""
+) -> bool:
+    """Cache, lengths and outputs of an attention operator: all where they should be.
+
+    Returns:
+      Whether the cache is bounded: a buffer as long as the window, or pages of the windowed table.
+    """
     label = call.node.label
     keys = (
         ("past_key", "past_value")
@@ -776,20 +788,23 @@ def _attention_state(
         names.append(walk.output(name, f"the cache of layer {layer}", walk.dtype, shape))
     walk.outputs(call, names)
     if io.layout == "paged":
-        paged_lengths(walk, call, io)
+        windowed = "block_table_windowed"
+        bounded = windowed in io.inputs and call["block_table"] == io.inputs[windowed]
+        paged_lengths(walk, call, io, windowed if bounded else "block_table")
         if not call.attributes["is_causal"]:
             raise ArtifactError(walk.file, f"{label}, is_causal", 0, 1)
-    else:
-        _dense_lengths(walk, call, io)
+        return bounded
+    _dense_lengths(walk, call, io)
+    return bool(call.attributes["sliding_window_cache"])
 
 
-def paged_lengths(walk: Walk, call: Call, io: Io) -> None:
-    """Lengths and page table of PagedAttention."""
+def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") -> None:
+    """Lengths and page table of PagedAttention; ``table``: which of the page tables it is."""
     label = call.node.label
     for role, name_role, shape in (
         ("cumulative_sequence_length", "cumulative_sequence_lengths", ("batch + 1",)),
         ("past_seqlens", "past_sequence_lengths", ("batch",)),
-        ("block_table", "block_table", ("batch", "pages")),
+        ("block_table", table, ("batch", "pages")),
         ("attention_metadata", "attention_metadata", (3,)),
     ):
         if role == "attention_metadata" and not call[role]:

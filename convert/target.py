@@ -32,7 +32,13 @@ from convert.parts import (
 )
 from convert.pieces import Matrix, Quantized, Recipe
 from convert.walk import Walk, axis_of
-from jaxdraft.config import AttentionConfig, DeltaNetConfig, LayerKind, TargetConfig
+from jaxdraft.config import (
+    FULL_ATTENTION,
+    AttentionConfig,
+    DeltaNetConfig,
+    LayerKind,
+    TargetConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +196,11 @@ class _TargetReader:
             selected = self._selected(residual)
             if selected != residual:
                 residual, delta = selected, self._selected(delta)
-        kind: LayerKind = "delta_net" if self._is_delta_net(delta) else "attention"
-        read = delta_net if kind == "delta_net" else attention
+        read = delta_net if self._is_delta_net(delta) else attention
         mixer = read(walk, delta, self.io, layer, self.width)
+        kind: LayerKind = "delta_net"
+        if isinstance(mixer.config, AttentionConfig):
+            kind = "attention" if mixer.config.window == FULL_ATTENTION else "sliding"
         before = rms_norm(walk, mixer.source, self.width)
         self._residual(residual, before)
         return _Layer(mixer, feed, before, post, kind)
@@ -238,16 +246,23 @@ class _TargetReader:
         tied = self._tied(table, head)
         used = [layer.mixer.tables for layer in layers if layer.mixer.tables]
         tables = agree(walk, "rotary tables", used) if used else None
-        mixers = [layer.mixer.config for layer in layers]
-        attentions = [c for c in mixers if isinstance(c, AttentionConfig)]
-        deltas = [c for c in mixers if isinstance(c, DeltaNetConfig)]
+        shapes = {
+            kind: agree(walk, f"shapes of {kind} layers", [x.mixer.config for x in found])
+            for kind in dict.fromkeys(layer.kind for layer in layers)
+            if (found := [layer for layer in layers if layer.kind == kind])
+        }
+        full, sliding, delta = (shapes.get(kind) for kind in ("attention", "sliding", "delta_net"))
+        assert full is None or isinstance(full, AttentionConfig)
+        assert sliding is None or isinstance(sliding, AttentionConfig)
+        assert delta is None or isinstance(delta, DeltaNetConfig)
         eps = [n.eps for x in layers for n in (x.input_norm, x.post_norm)] + [final.eps]
         target = TargetConfig(
             vocab_size=self.config.vocab_size,
             width=self.width,
             layers=tuple(layer.kind for layer in layers),
-            attention=agree(walk, "shapes of layers", attentions) if attentions else None,
-            delta_net=agree(walk, "shapes of layers", deltas) if deltas else None,
+            attention=full,
+            sliding=sliding,
+            delta_net=delta,
             mlp=agree(walk, "feed-forward shapes", [layer.feed.config for layer in layers]),
             norm_eps=agree(walk, "norm epsilons", eps),
             tied=tied,
@@ -256,6 +271,7 @@ class _TargetReader:
             hidden_states="hidden_states" in self.io.outputs,
         )
         self._compare(target)
+        self._compare_windows(target, [i for i, layer in enumerate(layers) if layer.mixer.bounded])
         recipes: Recipes = {
             ("embed", "weight"): Recipe.rows([table]),
             ("norm", "weight"): final.recipe,
@@ -298,15 +314,27 @@ class _TargetReader:
                     CONFIG, f"model.decoder.{key}", configured, f"{graph}, of {self.walk.file}"
                 )
 
-        if target.attention is not None:
-            equal("num_attention_heads", decoder.heads, target.attention.heads)
-            equal("num_key_value_heads", decoder.kv_heads, target.attention.kv_heads)
-            equal("head_size", decoder.head_size, target.attention.head_dim)
+        for shape in target.softmax:
+            equal("num_attention_heads", decoder.heads, shape.heads)
+            equal("num_key_value_heads", decoder.kv_heads, shape.kv_heads)
+            equal("head_size", decoder.head_size, shape.head_dim)
         groups = {
-            "paged_kv": "attention",
-            "fixed_conv": "delta_net",
-            "fixed_recurrent": "delta_net",
+            "paged_kv": ("attention", "sliding"),
+            "fixed_conv": ("delta_net",),
+            "fixed_recurrent": ("delta_net",),
         }
         for kind, ids in decoder.state_groups.items():
-            layers = tuple(i for i, k in enumerate(target.layers) if k == groups[kind])
+            layers = tuple(i for i, k in enumerate(target.layers) if k in groups[kind])
             equal(f"state_groups {kind}.layer_ids", ids, layers)
+
+    def _compare_windows(self, target: TargetConfig, bounded: list[int]) -> None:
+        """The configuration bounds the caches of the layers that the graph bounds, and no other."""
+        section, where = self.decoder.sliding, "model.decoder.sliding_window"
+        listed = list(section.layers) if section else []
+        if listed != bounded:
+            found = f"layers {listed}" if section else "nothing"
+            self.problems.report(CONFIG, where, found, f"layers {bounded}, of {self.walk.file}")
+        window = target.sliding.window if target.sliding else None
+        if section and bounded and section.window != window:
+            wanted = f"{window}, of {self.walk.file}"
+            self.problems.report(CONFIG, f"{where}.window_size", section.window, wanted)

@@ -151,6 +151,8 @@ OPERATORS: dict[str, Operator] = {
         " q_norm_weight? k_norm_weight?",
         {
             **_ATTENTION,
+            # Buffers as long as the window: how the runtime keeps the keys that the mask shows.
+            "sliding_window_cache": Attribute(int, 0, (0, 1)),
             "smooth_softmax": Attribute(int, 0, (0, -1)),
             "qk_output": _fixed(0),
             "kv_cache_bit_width": _fixed(0),

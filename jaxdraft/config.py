@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-LayerKind = Literal["attention", "delta_net"]
+LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "mtp"]
 
 FULL_ATTENTION = -1
@@ -125,8 +125,10 @@ class TargetConfig:
     Attributes:
       vocab_size: V.
       width: D.
-      layers: the kind of each layer, in order.
-      attention: shape of the softmax-attention layers, if there are any.
+      layers: the kind of each layer, in order. ``attention`` sees every earlier key, ``sliding``
+        those of a window, ``delta_net`` has a recurrent state.
+      attention: shape of the softmax-attention layers that see everything, if there are any.
+      sliding: shape of the softmax-attention layers with a window, if there are any.
       delta_net: shape of the delta-net layers, if there are any.
       mlp: the feed-forward part of every layer.
       norm_eps: epsilon of the RMSNorms on the residual stream.
@@ -148,6 +150,35 @@ class TargetConfig:
     context_length: int
     taps: tuple[int, ...] = ()
     hidden_states: bool = False
+    sliding: AttentionConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention is not None and self.attention.window != FULL_ATTENTION:
+            raise ValueError(
+                f"attention.window is {self.attention.window}; layers with a window are of the "
+                "kind 'sliding'"
+            )
+        if self.sliding is not None and self.sliding.window < 1:
+            raise ValueError(f"sliding.window is {self.sliding.window}; expected at least 1")
+        for kind in dict.fromkeys(self.layers):
+            if getattr(self, kind) is None:
+                raise ValueError(f"layers has the kind {kind!r}, and {kind} is None")
+        rotated = {shape.rotary_dim for shape in self.softmax} - {0}
+        if len(rotated) > 1:
+            raise ValueError(
+                f"attention and sliding rotate {sorted(rotated)} channels; they share one table"
+            )
+
+    @property
+    def softmax(self) -> tuple[AttentionConfig, ...]:
+        """Shapes of the kinds of softmax-attention layer that there are."""
+        shapes = {"attention": self.attention, "sliding": self.sliding}
+        return tuple(s for kind, s in shapes.items() if s is not None and kind in self.layers)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels that the rotary table turns; 0: no layer rotates."""
+        return max((shape.rotary_dim for shape in self.softmax), default=0)
 
     @property
     def aux_width(self) -> int:

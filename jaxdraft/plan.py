@@ -12,8 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxdraft.base import Drafter, Target
-from jaxdraft.config import BlockDrafterConfig, DrafterConfig, MtpConfig, TargetConfig
+from jaxdraft.config import (
+    AttentionConfig,
+    BlockDrafterConfig,
+    DrafterConfig,
+    LayerKind,
+    MtpConfig,
+    TargetConfig,
+)
 from jaxdraft.model import Model
+from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.state.budget import (
     Cache,
     Costs,
@@ -21,6 +29,7 @@ from jaxdraft.state.budget import (
     Fixed,
     Mirrored,
     Plan,
+    Sliding,
     Windowed,
     divide,
     format_bytes,
@@ -173,17 +182,25 @@ def target_costs(
       weights: bytes of all parameters, the drafter's included.
       drafter: from :func:`drafter_cost`.
     """
-    a, d = config.attention, config.delta_net
+    d, s = config.delta_net, config.sliding
+
+    def cache(kind: LayerKind, shape: AttentionConfig | None) -> Cache:
+        return Cache(
+            layers=config.count(kind),
+            kv_heads=shape.kv_heads if shape else 1,
+            head_dim=shape.head_dim if shape else 1,
+            itemsize=itemsize,
+        )
+
+    sliding = None
+    if s is not None and config.count("sliding"):
+        sliding = Sliding(cache=cache("sliding", s), window=s.window, rows=PREFILL_CHUNK)
     return Costs(
         weights=weights,
-        target=Cache(
-            layers=config.count("attention"),
-            kv_heads=a.kv_heads if a else 1,
-            head_dim=a.head_dim if a else 1,
-            itemsize=itemsize,
-        ),
+        target=cache("attention", config.attention),
         recurrent_row=recurrent_bytes(d, config.count("delta_net"), itemsize) if d else 0,
         drafter=drafter,
+        sliding=sliding,
     )
 
 

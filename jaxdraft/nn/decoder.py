@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +19,23 @@ from jaxdraft.nn.linear import Embedding, Frozen, Linear, matmul
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import Rotary, rotary_tables
-from jaxdraft.state import paged, recurrent
+from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.recurrent import Capsule, Recurrent
+from jaxdraft.state.ring import Ring
 
 PREFILL_CHUNK = 128
-"""Rows of a prompt that run at once. A dense pool keeps room for that many scratch rows."""
+"""Rows of a prompt that run at once. A fixed batch keeps room for that many scratch rows."""
 
 
 @struct.dataclass
 class DecoderState:
     """Everything a decoder remembers. ``capsules`` holds the rows of the last forward pass."""
 
-    pool: PagedPool  # the attention layers, in order; its length is the row's
+    pool: PagedPool  # the layers that see everything, in order; its length is the row's
     recurrent: tuple[Recurrent, ...]  # the delta-net layers, in order
     capsules: tuple[Capsule, ...] = ()  # empty once committed
+    sliding: Ring | None = None  # the layers with a window, in order; None: there are none
 
     @property
     def length(self) -> jax.Array:
@@ -44,12 +48,13 @@ class Layer(nnx.Module):
 
     def __init__(self, config: TargetConfig, kind: str, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.input_norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
-        if kind == "attention":
-            assert config.attention is not None
-            self.mixer = Attention(config.width, config.attention, dtype=dtype, rngs=rngs)
-        else:
+        if kind == "delta_net":
             assert config.delta_net is not None
             self.mixer = DeltaNet(config.width, config.delta_net, dtype=dtype, rngs=rngs)
+        else:
+            shape = config.attention if kind == "attention" else config.sliding
+            assert shape is not None
+            self.mixer = Attention(config.width, shape, dtype=dtype, rngs=rngs)
         self.post_norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
         self.mlp = feed_forward(config.width, config.mlp, dtype=dtype, rngs=rngs)
 
@@ -60,8 +65,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: TargetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.width, dtype=dtype, rngs=rngs)
-        if config.attention is not None and config.attention.rotary_dim:
-            cos, sin = rotary_tables(config.context_length, config.attention.rotary_dim, 10000.0)
+        if config.rotary_dim:
+            cos, sin = rotary_tables(config.context_length, config.rotary_dim, 10000.0)
             self.rotary = Rotary(jnp.asarray(cos), jnp.asarray(sin))
         self.layers = nnx.List(
             [Layer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layers]
@@ -88,7 +93,7 @@ class Decoder(nnx.Module):
         batch, steps = tokens.shape
         positions = state.length[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
         cos, sin = self.rotary.at(positions) if hasattr(self, "rotary") else (None, None)
-        pool, taps, capsules = state.pool, {}, []
+        pool, sliding, taps, capsules = state.pool, state.sliding, {}, []
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             if i in config.taps:
@@ -96,10 +101,15 @@ class Decoder(nnx.Module):
             y = layer.input_norm(x)
             mixer = layer.mixer
             if isinstance(mixer, Attention):
-                index = config.layers[:i].count("attention")
+                index = config.layers[:i].count(config.layers[i])
                 q, k, v, gate = mixer.project(y, cos, sin)
-                pool = paged.write(pool, index, k, v, count)
-                keys = paged.source(pool, index, pool.length + count)
+                if config.layers[i] == "attention":
+                    pool = paged.write(pool, index, k, v, count)
+                    keys = paged.source(pool, index, pool.length + count)
+                else:
+                    assert sliding is not None
+                    sliding = ring.put(sliding, index, k, v, count)
+                    keys = ring.reachable(sliding, index, count)
                 y = mixer.finish(attend(q, positions, keys, mixer.config, causal=True), gate)
             else:
                 memory = state.recurrent[len(capsules)]
@@ -113,7 +123,7 @@ class Decoder(nnx.Module):
         if row is not None:
             last = jnp.take_along_axis(hidden, row[:, None, None], axis=1, mode="clip")
         logits = matmul(last, self.head_weight, out_dtype=jnp.float32)
-        tentative = DecoderState(pool, state.recurrent, tuple(capsules))
+        tentative = DecoderState(pool, state.recurrent, tuple(capsules), sliding)
         return TargetOutput(logits=logits, aux=aux, hidden=hidden, state=tentative)
 
 
@@ -141,7 +151,10 @@ class DecoderTarget:
         return self.config.context_length
 
     def init(self, batch: int, capacity: int) -> DecoderState:
-        """An empty state: one page a row with room for ``capacity`` positions and scratch rows."""
+        """An empty state: one page a row with room for ``capacity`` positions and scratch rows.
+
+        Layers with a window keep a ring of pages a row instead, whatever the capacity.
+        """
         c = self.config
         a = c.attention
         pool = PagedPool.one_page_a_row(
@@ -152,16 +165,24 @@ class DecoderTarget:
             head_dim=a.head_dim if a else 1,
             dtype=self.dtype,
         )
-        return DecoderState(pool, self.init_recurrent(batch))
+        sliding = self._rings(Ring.zeros, capacity, page_size=paged.CHUNK, batch=batch)
+        return DecoderState(pool, self.init_recurrent(batch), sliding=sliding)
 
-    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> DecoderState:
+    def init_pool(
+        self, batch: int, *, pages: int, page_size: int, columns: int, rows: int = PREFILL_CHUNK
+    ) -> DecoderState:
         """An empty state whose rows share a pool; a row owns nothing before :meth:`grow`.
+
+        Layers with a window have a pool of their own, which holds ``R`` pages for every row
+        (:func:`jaxdraft.state.budget.window_pages`): a row that is granted its pages of ``pages``
+        always finds those too.
 
         Args:
           batch: B.
-          pages: P.
+          pages: P, of the layers that see everything.
           page_size: Z.
           columns: M, pages of the longest row.
+          rows: rows that are fed at once.
         """
         a = self.config.attention
         pool = PagedPool.zeros(
@@ -174,19 +195,67 @@ class DecoderTarget:
             head_dim=a.head_dim if a else 1,
             dtype=self.dtype,
         )
-        return DecoderState(pool, self.init_recurrent(batch))
+        sliding = self._rings(
+            functools.partial(Ring.pool, rings=batch),
+            columns * page_size,
+            page_size=page_size,
+            batch=batch,
+            rows=rows,
+        )
+        return DecoderState(pool, self.init_recurrent(batch), sliding=sliding)
+
+    def _rings(
+        self,
+        make: Callable[..., Ring],
+        capacity: int,
+        *,
+        batch: int,
+        page_size: int,
+        rows: int = PREFILL_CHUNK,
+    ) -> Ring | None:
+        """The rings of the layers with a window, if there are such layers."""
+        shape = self.config.sliding
+        if shape is None or not self.config.count("sliding"):
+            return None
+        return make(
+            layers=self.config.count("sliding"),
+            batch=batch,
+            window=shape.window,
+            rows=rows,
+            capacity=capacity,
+            page_size=page_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.dtype,
+        )
 
     def grow(self, state: DecoderState, positions: jax.Array) -> tuple[DecoderState, jax.Array]:
         """Pages for ``positions`` [B] of every row, or none: see :func:`paged.grow`."""
-        if not state.pool.keys:  # no attention layer: nothing to own
-            return state, jnp.ones(positions.shape, bool)
-        pool, granted = paged.grow(state.pool, positions)
-        return dataclasses.replace(state, pool=pool), granted
+        pool, granted = state.pool, jnp.ones(positions.shape, bool)
+        if pool.keys:  # otherwise no layer sees everything: there is nothing to own
+            pool, granted = paged.grow(pool, positions)
+        sliding = state.sliding
+        if sliding is not None:
+            sliding, _ = ring.grow(sliding, jnp.where(granted, positions, 0))
+        return dataclasses.replace(state, pool=pool, sliding=sliding), granted
 
     def release(self, state: DecoderState, rows: jax.Array) -> DecoderState:
         """The rows where ``rows`` [B] is true give back their pages and start again."""
         memory = tuple(recurrent.reset(m, rows) for m in state.recurrent)
-        return DecoderState(paged.release(state.pool, rows), memory)
+        sliding = None if state.sliding is None else paged.release(state.sliding, rows)
+        return DecoderState(paged.release(state.pool, rows), memory, sliding=sliding)
+
+    def skip(
+        self, state: DecoderState, tokens: jax.Array, length: jax.Array
+    ) -> DecoderState | None:
+        """Rows whose first ``length`` [B] positions are in their pages already go on behind them.
+
+        None if a row remembers more than its pages do: recurrent states, or a window.
+        """
+        del tokens
+        if state.recurrent or state.sliding is not None:
+            return None
+        return dataclasses.replace(state, pool=dataclasses.replace(state.pool, length=length))
 
     def init_recurrent(self, batch: int) -> tuple[Recurrent, ...]:
         """Zero states of the delta-net layers."""
@@ -224,4 +293,5 @@ class DecoderTarget:
             for m, c in zip(state.recurrent, state.capsules, strict=True)
         )
         pool = dataclasses.replace(state.pool, length=state.pool.length + count)
-        return DecoderState(pool, memory)
+        sliding = None if state.sliding is None else ring.commit(state.sliding, count)
+        return DecoderState(pool, memory, sliding=sliding)

@@ -5,16 +5,21 @@ What is billed, for ``max_batch`` rows and pages of Z slots::
     weights      bytes of all parameters, shared arrays once
     recurrent    max_batch * sum over delta-net layers of
                    (Hv * Dk * Dv * 4 + (W - 1) * channels * itemsize)
-    a page       2 * L * Z * G * H * itemsize          keys and values of all attention layers
+    a page       2 * L * Z * G * H * itemsize          keys and values of the attention layers that
+                                                       see everything
+    a window     R pages of the layers with a window, R = ceil((window + rows) / Z) + 1 where rows
+                 are fed at once; fewer if the whole context needs fewer
     a ring       R pages of the drafter, R = ceil((window + 2 * block) / Z) + 1
     spill        ceil(block / Z) pages of the drafter a row, when its attention is not windowed
 
-A windowed drafter is paid before the target's pool is sized: ``max_batch`` rings, whatever the
-context. One that sees everything mirrors the target's pages: every target page is billed with a
-page of the drafter, and its spill pages are paid before. An MTP head mirrors too, without spill.
+Windowed layers of the target and a windowed drafter are paid before the target's pool is sized:
+``max_batch`` rings, whatever the context. A drafter that sees everything mirrors the target's
+pages: every target page is billed with a page of the drafter, and its spill pages are paid before.
+An MTP head mirrors too, without spill.
 What is left is divided::
 
-    pages = floor((memory - weights - recurrent - rings or spill) / (target page + mirrored page))
+    pages = floor((memory - weights - recurrent - windows - rings or spill)
+                  / (target page + mirrored page))
 
 Not billed: page tables and the stack of free pages (4 bytes an entry), and what lives only during a
 step (activations, logits, capsules), which depends on the compiler.
@@ -105,13 +110,30 @@ def page_count(positions: int, page_size: int) -> int:
     return -(-positions // page_size)
 
 
+def window_pages(window: int, rows: int, page_size: int, capacity: int | None = None) -> int:
+    """R: pages of one row under a window, ``ceil((window + rows) / Z) + 1``.
+
+    Up to ``rows`` rows are written past the committed ones before it is known which of them count,
+    and the first of them still reaches ``window - 1`` positions back: ``window + rows - 1`` slots
+    keep both (ggml-org/llama.cpp#25691). The page on top is for a window that begins inside a page.
+
+    Args:
+      window: positions a query sees, itself counted.
+      rows: rows written at once.
+      page_size: Z.
+      capacity: positions of the longest row, if that is known: no more pages than it fills.
+    """
+    pages = page_count(window + rows, page_size) + 1
+    return pages if capacity is None else min(pages, page_count(capacity + rows, page_size))
+
+
 def ring_pages(window: int, block: int, page_size: int) -> int:
-    """R: pages of one row's ring, ``ceil((window + 2 * block) / Z) + 1``.
+    """R: pages of one row's ring of a drafter, ``ceil((window + 2 * block) / Z) + 1``.
 
     A block's queries reach ``window - 1`` positions back; the rest of the reservation (the block's
     own rows, a block of ingested rows, a partly used page) is the reference runtime's.
     """
-    return page_count(window + 2 * block, page_size) + 1
+    return window_pages(window, 2 * block, page_size)
 
 
 def check_slots(name: str, pages: int, page_size: int) -> int:
@@ -153,6 +175,25 @@ class Cache:
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
         return 2 * self.layers * page_size * self.kv_heads * self.head_dim * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """Layers of a target with a window: a bounded number of pages a row.
+
+    Attributes:
+      cache: what they keep.
+      window: positions a query sees, itself counted.
+      rows: rows that are fed at once.
+    """
+
+    cache: Cache
+    window: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        whole("window", self.window)
+        whole("rows", self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +257,9 @@ class Costs:
 
     Attributes:
       weights: bytes of all parameters.
-      target: the target's attention layers; zero of them: memory does not limit its pages.
+      target: the target's attention layers that see everything; zero of them: memory does not limit
+        its pages.
+      sliding: the target's attention layers with a window, if there are any.
       recurrent_row: bytes a row of its delta-net layers.
       drafter: how the drafter is billed, if there is one.
     """
@@ -225,6 +268,7 @@ class Costs:
     target: Cache
     recurrent_row: int = 0
     drafter: DrafterCost | None = None
+    sliding: Sliding | None = None
 
     def __post_init__(self) -> None:
         whole("weights", self.weights, 0)
@@ -308,6 +352,15 @@ class Plan:
         return self.target_page_bytes + self.mirror_page_bytes
 
     @property
+    def window_pages(self) -> int:
+        """R, pages of a row in the target's windowed layers; 0 if there are none."""
+        sliding = self.costs.sliding
+        if sliding is None:
+            return 0
+        longest = self.row_pages * self.page_size
+        return window_pages(sliding.window, sliding.rows, self.page_size, longest)
+
+    @property
     def ring_pages(self) -> int:
         """R, pages of a row's ring; 0 unless the drafter is windowed."""
         drafter = self.costs.drafter
@@ -339,6 +392,22 @@ class Plan:
                     count=rows,
                     each=costs.recurrent_row,
                     why=f"{rows} rows, float32 states and convolution rows",
+                )
+            )
+        sliding = costs.sliding
+        if sliding is not None:
+            longest = self.row_pages * self.page_size
+            whole_window = window_pages(sliding.window, sliding.rows, self.page_size)
+            span, top = (
+                (sliding.window, " + 1") if self.window_pages == whole_window else (longest, "")
+            )
+            rule = f"ceil(({span} + {sliding.rows}) / {self.page_size}){top}"
+            terms.append(
+                Term(
+                    name="windowed layers",
+                    count=rows * self.window_pages,
+                    each=sliding.cache.page_bytes(self.page_size),
+                    why=f"{rows} rows of {rule} = {self.window_pages} pages",
                 )
             )
         if isinstance(drafter, Windowed):
@@ -458,6 +527,7 @@ def divide(
     if plan.memory is not None:
         plan = dataclasses.replace(plan, pages=_affordable(plan, plan.memory))
     check_slots("the target's pool", plan.pages, plan.page_size)
+    check_slots("the windowed layers", plan.max_batch * plan.window_pages, plan.page_size)
     check_slots("the drafter's pool", plan.drafter_pages, plan.page_size)
     return plan
 

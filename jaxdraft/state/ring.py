@@ -4,8 +4,15 @@ Position p of a row lives in column ``(p // Z) % R`` of its table, so a ring of 
 always holds the last W positions. What a query may see is decided by positions, never by slots: a
 query at position q sees keys in ``(q - window, ...]``, itself counted.
 
-Only rows made from committed hidden states enter a ring. The drafter's block attends to its own
-keys beside the ring and leaves nothing in it, so no rejected row can ever be read back.
+A *drafter's* ring takes in committed rows alone (:func:`write`). Its block attends to its own keys
+beside the ring and leaves nothing in it, so no rejected row can ever be read back.
+
+A *target's* ring holds the keys of its layers with a window. Rows are put past ``length`` before it
+is known which of them count (:func:`put`), attention reads them with what the window still shows
+(:func:`reachable`), and :func:`commit` moves ``length``. Up to ``rows`` rows at once: W is at least
+``window + rows - 1``, so what they overwrite is behind the window of every row that can still come,
+whether they are committed or not. A rejected row is never seen: it stands at or past the end until
+its slot is written again, and counts as a position behind every window afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +27,8 @@ from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
 from jaxdraft.state import paged
-from jaxdraft.state.budget import ring_pages
-from jaxdraft.state.paged import Chunk, Source, hide
+from jaxdraft.state.budget import ring_pages, window_pages
+from jaxdraft.state.paged import CHUNK, Chunk, Source, hide
 
 
 @struct.dataclass
@@ -29,16 +36,19 @@ class Ring:
     """Rings for every layer: one a row for good, or a pool of them that rows take and give back.
 
     A pool is the same pages behind a table that :func:`admit` fills from a stack, a whole ring at a
-    time, and :func:`jaxdraft.state.paged.release` blanks. Its laws are those of a paged pool.
+    time (or :func:`grow`, page by page), and :func:`jaxdraft.state.paged.release` blanks. Its laws
+    are those of a paged pool.
     """
 
     keys: tuple[jax.Array, ...]  # L x [P, G, Z, H]
     values: tuple[jax.Array, ...]  # L x [P, G, Z, H]
     table: jax.Array  # [B, R] int32, NO_PAGE where a row has no ring
-    length: jax.Array  # [B] int32, positions ingested so far
+    length: jax.Array  # [B] int32, positions ingested or committed so far
     free: jax.Array  # [P] int32: entries below free_count are the free pages
     free_count: jax.Array  # [] int32
     window: int = struct.field(pytree_node=False)
+    rows: int = struct.field(pytree_node=False, default=0)
+    """Rows that may be put past ``length`` at once; 0 in a drafter's ring."""
     dense: bool = struct.field(pytree_node=False, default=False)
     """Row b owns pages b * R .. b * R + R - 1: no table needs to be read."""
 
@@ -64,7 +74,9 @@ class Ring:
         layers: int,
         batch: int,
         window: int,
-        block: int,
+        block: int = 0,
+        rows: int = 0,
+        capacity: int | None = None,
         page_size: int,
         kv_heads: int,
         head_dim: int,
@@ -77,6 +89,8 @@ class Ring:
             rings=batch,
             window=window,
             block=block,
+            rows=rows,
+            capacity=capacity,
             page_size=page_size,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -97,7 +111,9 @@ class Ring:
         batch: int,
         rings: int,
         window: int,
-        block: int,
+        block: int = 0,
+        rows: int = 0,
+        capacity: int | None = None,
         page_size: int,
         kv_heads: int,
         head_dim: int,
@@ -110,13 +126,15 @@ class Ring:
           batch: B; more rows than rings are fine, some will find none.
           rings: rings in the pool.
           window: positions a query sees, itself counted.
-          block: query rows of a block, Q.
+          block: of a drafter's ring: query rows of its block, Q.
+          rows: of a target's ring: rows that may be put at once.
+          capacity: positions of the longest row, if that is known.
           page_size: Z.
           kv_heads: G.
           head_dim: H.
           dtype: of keys and values.
         """
-        columns = ring_pages(window, block, page_size)
+        columns = window_pages(window, 2 * block + rows, page_size, capacity)
         pages = rings * columns
         shape = (pages, kv_heads, page_size, head_dim)
         return cls(
@@ -128,6 +146,7 @@ class Ring:
             free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
             free_count=jnp.asarray(pages, jnp.int32),
             window=window,
+            rows=rows,
         )
 
 
@@ -187,6 +206,92 @@ def write(
     )
 
 
+def grow(ring: Ring, positions: jax.Array) -> tuple[Ring, jax.Array]:
+    """Pages for ``positions`` [B] of every row, at most R, or none: see :func:`paged.grow`."""
+    return paged.grow(ring, jnp.minimum(positions, ring.slots))
+
+
+def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.Array) -> Ring:
+    """Put rows ``t < count[b]`` at positions ``length[b] + t`` of one layer. Commits nothing.
+
+    Rows at or past ``count`` are dropped, and so is what would land on a page that the row does not
+    own.
+
+    Args:
+      ring: a target's rings.
+      layer: which.
+      keys: [B, T, G, H].
+      values: [B, T, G, H].
+      count: [B] int32.
+
+    Raises:
+      ValueError: T is more than ``ring.rows``: the last rows would overwrite keys that the first
+        ones still see.
+    """
+    chex.assert_equal_shape([keys, values])
+    steps = keys.shape[1]
+    if steps > ring.rows:
+        raise ValueError(
+            f"{steps} rows at once; a ring of {ring.slots} slots with a window of {ring.window} "
+            f"was made for {ring.rows}"
+        )
+    step = jnp.arange(steps, dtype=jnp.int32)[None]
+    # Example, Z = 4, R = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
+    position = ring.length[:, None] + step
+    page = _pages(ring, position // ring.page_size)
+    page = jnp.where(step < count[:, None], page, NO_PAGE)
+    slot = position % ring.page_size
+
+    def into(pages: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:
+        new = pages[layer].at[page, :, slot].set(rows.astype(pages[layer].dtype), mode="drop")
+        return (*pages[:layer], new, *pages[layer + 1 :])
+
+    return replace(ring, keys=into(ring.keys, keys), values=into(ring.values, values))
+
+
+def commit(ring: Ring, count: jax.Array) -> Ring:
+    """The first ``count[b]`` rows of the last :func:`put` happened; the others did not."""
+    return replace(ring, length=ring.length + count)
+
+
+def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
+    """What rows ``length .. length + count - 1`` of one layer may see, as attention reads it.
+
+    Every row's columns are read from that of its oldest visible key on, so the cost follows the
+    window and never the ring's size.
+
+    Args:
+      ring: a target's rings.
+      layer: which.
+      count: [B] int32, rows just put.
+    """
+    size, columns = ring.page_size, ring.table.shape[1]
+    take = max(1, min(columns, CHUNK // size))
+    oldest = jnp.maximum(ring.length - ring.window + 1, 0)
+    end = ring.length + count
+    first = oldest // size
+    longest = jnp.max(end - first * size, initial=0)
+
+    def read(index: jax.Array) -> Chunk:
+        # Example, Z = 4, R = 3, window 6, length 13, count 2: keys 8 to 14 are visible, columns 2
+        # and 3 hold them, which are columns 2 and 0 of the table.
+        column = first[:, None] + index * take + jnp.arange(take, dtype=jnp.int32)[None]
+        page = _pages(ring, column)  # [B, take]
+        position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+        seen = (position >= oldest[:, None, None]) & (position < end[:, None, None])
+        seen = seen & (page != NO_PAGE)[:, :, None]
+        keys = jnp.take(ring.keys[layer], page, axis=0, mode="clip")
+        values = jnp.take(ring.values[layer], page, axis=0, mode="clip")
+        return hide(keys, values, jnp.where(seen, position, -1))
+
+    return Source(read, -(-longest // (take * size)), -(-columns // take))
+
+
+def _pages(ring: Ring, column: jax.Array) -> jax.Array:
+    """Pages of columns [B, S] of an endless table that repeats the R columns of the real one."""
+    return jnp.take_along_axis(ring.table, column % ring.table.shape[1], axis=1)
+
+
 def source(ring: Ring, layer: int) -> Source:
     """All that one layer's rings hold, as attention reads it, which applies the window."""
     batch, pages = ring.table.shape
@@ -210,4 +315,15 @@ def source(ring: Ring, layer: int) -> Source:
     return Source(read, jnp.asarray(1, jnp.int32), 1)
 
 
-__all__ = ["Ring", "admit", "ring_pages", "source", "write"]
+__all__ = [
+    "Ring",
+    "admit",
+    "commit",
+    "grow",
+    "put",
+    "reachable",
+    "ring_pages",
+    "source",
+    "window_pages",
+    "write",
+]

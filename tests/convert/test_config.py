@@ -18,6 +18,7 @@ from tests.paths import artifact, artifact_names
 DFLASH2 = "qwen35_paged_fp16_dflash2"
 DSPARK = "qwen35_paged_fp16_dspark"
 MTP = "qwen35_paged_fp16_mtp"
+SLIDING = "sliding_qwen3_fp32_cpu"
 
 
 def errors_of(folder: Path) -> list[ArtifactError]:
@@ -137,6 +138,15 @@ REFUSED = [
     (DFLASH2, "engine.dynamic_batching.max_batch_size", 0, "1"),
     (DFLASH2, "engine.dynamic_batching.num_blocks", 2**40, "integer"),
     (DFLASH2, "engine.dynamic_batching.prefix_caching", "false", "true or false"),
+    (SLIDING, "model.decoder.sliding_window", 12, "object"),
+    (SLIDING, "model.decoder.sliding_window.window_size", 0, "1"),
+    (SLIDING, "model.decoder.sliding_window.window_size", "12", "integer"),
+    (SLIDING, "model.decoder.sliding_window.layers", "0,2", "list"),
+    (SLIDING, "model.decoder.sliding_window.layers", [-1], "integers"),
+    # The runtime would run another model: prompts window by window, and no key of the one before.
+    (SLIDING, "model.decoder.sliding_window.slide_key_value_cache", True, "false"),
+    (SLIDING, "model.decoder.sliding_window.slide_inputs", True, "false"),
+    (SLIDING, "model.decoder.sliding_window.slide_inputs", 0, "true or false"),
     (MTP, "model.mtp.enabled", "false", "true or false"),
     (MTP, "model.mtp.enabled", 0, "true or false"),
     (MTP, "model.mtp.enabled", None, "true or false"),
@@ -190,6 +200,10 @@ REQUIRED = [
     (MTP, "model.mtp.enabled"),
     (MTP, "model.mtp.main_hidden_states"),
     (MTP, "model.decoder.outputs.hidden_states"),
+    (SLIDING, "model.decoder.sliding_window.window_size"),
+    (SLIDING, "model.decoder.sliding_window.layers"),
+    (SLIDING, "model.decoder.sliding_window.slide_inputs"),
+    (SLIDING, "model.decoder.sliding_window.slide_key_value_cache"),
 ]
 
 
@@ -231,9 +245,10 @@ def test_stop_tokens_keep_their_order_and_lose_repeats(tmp_path: Path) -> None:
         (DSPARK, "model.dspark.markov_rank"),
         (MTP, "model.mtp.mask_token_id"),
         (MTP, "model.mtp.outputs.surprise"),
+        (SLIDING, "model.decoder.sliding_window.surprise"),
     ],
 )
-def test_unknown_keys_of_a_drafter_are_named(tmp_path: Path, name: str, path: str) -> None:
+def test_unknown_keys_that_could_matter_are_named(tmp_path: Path, name: str, path: str) -> None:
     folder = edit_config(copied(name, tmp_path), setting(path, 1 if "puts" not in path else "x"))
     with pytest.raises(ArtifactError, match=dotted(path) + ": found an unknown key"):
         load_artifact(folder)

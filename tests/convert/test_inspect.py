@@ -69,3 +69,22 @@ def test_notes(tmp_path: Path) -> None:
     text = "\n".join(report.notes)
     assert "model.decoder.surprise is not used" in text
     assert "cover 640 positions" in text and "artifact has none" in text
+
+
+def test_a_window_that_the_export_lost_is_noted(tmp_path: Path) -> None:
+    """The builder knows windows by layer types: a model without any is exported without its window,
+    and the configuration still names it.
+    """
+
+    def change(config: dict) -> None:
+        config["model"]["decoder"]["sliding_window"] = {
+            "window_size": 4096,
+            "slide_key_value_cache": False,
+            "slide_inputs": False,
+            "layers": [],
+            "cache_slack": 0,
+        }
+
+    report = inspect_artifact(edit_config(copied("qwen3_fp32_cpu", tmp_path), change))
+    assert report.loads
+    assert "names a window of 4096 that no layer" in "\n".join(report.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -53,8 +54,9 @@ def test_every_kind_converts(name: str, dtype: str | None) -> None:
     loaded = load_artifact(folder, dtype=dtype)
     kinds = [kind for kind in MODULES if kind in model]
     assert loaded.drafter_kind == (kinds[0] if kinds else None)
-    assert (loaded.vocab_size, loaded.context_length) == (384, 640)
-    assert loaded.eos_token_ids == (2,) and loaded.model_type == model["type"]
+    sizes = (64, 256, (1,)) if name.startswith("sliding_") else (384, 640, (2,))
+    assert (loaded.vocab_size, loaded.context_length, loaded.eos_token_ids) == sizes
+    assert loaded.model_type == model["type"]
     for module, config, frozen in parts(loaded):
         body = frozen.params["norm"]["weight"].dtype
         assert body == (dtype or body)
@@ -79,6 +81,7 @@ def test_every_kind_converts(name: str, dtype: str | None) -> None:
         "patched_fp32_paged_dspark",
         "patched_fp32_paged_mtp",
         "qwen35_tied_fp32_cpu",
+        "sliding_qwen3_fp32_cpu",
     ],
 )
 def test_the_quick_abstract_module_is_the_honest_one(name: str) -> None:
@@ -249,14 +252,25 @@ def test_softcap_and_window_reach_the_description(tmp_path: Path) -> None:
             set_attribute(node_of(graph, "GroupQueryAttention", i), "local_window_size", 128)
 
     folder = edit_graph(copied("qwen3_fp32_cpu", tmp_path), change)
-    attention = load_artifact(folder).target_config.attention
-    assert (attention.softcap, attention.window) == (30.0, 128)
+    target = load_artifact(folder).target_config
+    assert target.layers == ("sliding",) * 3 and target.attention is None
+    assert (target.sliding.softcap, target.sliding.window) == (30.0, 128)
+    # Layers of one kind have one shape: a second window is not the first one.
     edit_graph(
         folder,
-        lambda g: set_attribute(node_of(g, "GroupQueryAttention", 1), "local_window_size", -1),
+        lambda g: set_attribute(node_of(g, "GroupQueryAttention", 1), "local_window_size", 64),
     )
-    with pytest.raises(ArtifactError, match="shapes of layers"):
+    with pytest.raises(ArtifactError, match="shapes of sliding layers"):
         load_artifact(folder)
+
+
+@pytest.mark.parametrize("name", ["sliding_qwen3_fp32_cpu", "sliding_qwen3_paged_fp16"])
+def test_windows_of_single_layers(name: str) -> None:
+    """The first and the last layer see twelve keys, the one between them sees all."""
+    target = load_artifact(artifact(name)).target_config
+    assert target.layers == ("sliding", "attention", "sliding")
+    assert (target.attention.window, target.sliding.window) == (-1, 12)
+    assert dataclasses.replace(target.sliding, window=-1) == target.attention
 
 
 def test_progress_counts_to_the_end() -> None:

@@ -40,6 +40,8 @@ TIED = "qwen35_tied_int4_cpu"
 DSPARK = "qwen35_paged_fp16_dspark"
 FUSED = "qwen35_paged_fp16_dflash2_fused"
 MTP = "qwen35_fp32_cpu_mtp"
+SLIDING = "sliding_qwen3_fp32_cpu"
+SLIDING_PAGED = "sliding_qwen3_paged_fp16"
 
 
 def refused(folder: Path, match: str | None) -> ArtifactError:
@@ -84,6 +86,8 @@ ATTRIBUTES = [
     (QWEN3, "GroupQueryAttention", "do_rotary", 2),
     (QWEN3, "GroupQueryAttention", "k_quant_type", "PER_TENSOR"),
     (QWEN3, "GroupQueryAttention", "surprise", 1),
+    (SLIDING, "GroupQueryAttention", "sliding_window_cache", 2),
+    (SLIDING, "GroupQueryAttention", "local_window_size", -1),  # everything, of a bounded cache
     (DENSE, "GroupQueryAttention", "do_rotary", 1),
     (QWEN3_PAGED, "PagedAttention", "is_causal", 0),
     (QWEN3_PAGED, "PagedAttention", "rotary_interleaved", 1),
@@ -321,6 +325,53 @@ def test_a_convolution_of_three_taps(tmp_path: Path) -> None:
 
     error = refused(changed(tmp_path, PAGED, change, "dflash2.onnx"), "3 taps")
     assert "another block" in error.expected and error.file == "dflash2.onnx"
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("name", [SLIDING, SLIDING_PAGED])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("layers", [0], r"found layers \[0\], expected layers \[0, 2\]"),
+        ("layers", [0, 1, 2], r"expected layers \[0, 2\]"),
+        ("layers", [], r"expected layers \[0, 2\]"),
+        ("window_size", 13, r"window_size: found 13, expected 12"),
+        (None, None, r"sliding_window: found nothing, expected layers \[0, 2\]"),
+    ],
+)
+def test_windows_that_the_configuration_and_the_graph_describe_differently(
+    tmp_path: Path, name: str, key: str | None, value: Any, message: str
+) -> None:
+    def change(config: Config) -> None:
+        decoder = config["model"]["decoder"]
+        if key is None:
+            del decoder["sliding_window"]
+        else:
+            decoder["sliding_window"][key] = value
+
+    refused(edit_config(copied(name, tmp_path), change), message)
+
+
+@pytest.mark.parametrize(
+    ("node", "table", "message"),
+    [
+        # A layer that sees everything would find the pages of the ring overwritten.
+        ("layers.1/attn/PagedAttention", "block_table_windowed", "local_window_size.*bounded"),
+        # The runtime gives the layer a ring, and the graph would look for all pages in it.
+        ("layers.0/attn/PagedAttention", "block_table", r"layers \[0, 2\], expected layers \[2\]"),
+    ],
+)
+def test_a_layer_with_the_page_table_of_the_other_kind(
+    tmp_path: Path, node: str, table: str, message: str
+) -> None:
+    refused(changed(tmp_path, SLIDING_PAGED, rewired(node, 7, table)), message)
+
+
+def test_a_bounded_cache_of_one_layer_that_the_configuration_does_not_know(tmp_path: Path) -> None:
+    change = attribute("GroupQueryAttention", "sliding_window_cache", 0)
+    refused(changed(tmp_path, SLIDING, change), r"layers \[0, 2\], expected layers \[2\]")
 
 
 # Initializers.

@@ -2,7 +2,9 @@
 
 Nothing here is clever: caches are fed back as the graph returns them, a paged cache uses a
 shuffled page table so that page order cannot matter by accident, and a state is never changed in
-place, so going back to an earlier position is keeping the earlier state.
+place, so going back to an earlier position is keeping the earlier state. Layers with a bounded
+cache keep their whole history in a dense graph, where the mask alone must hide it, and have the
+ring of the reference runtime in a paged one.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Session:
         self.sizes = {
             "batch_size": 1,
             "past_sequence_length": 0,
+            "past_sliding_length": 0,
             "kv_cache_dim": decoder["head_size"],
         }
         if self.paged:
@@ -76,6 +79,15 @@ class Session:
             pages = max(8, -(-self.config["model"]["context_length"] // page) + 1)
             self.sizes |= {"num_blocks": pages, "block_size": page}
             self.table = np.random.default_rng(5).permutation(pages).astype(np.int32)[None]
+        self.chunk = self.config.get("search", {}).get("chunk_size", 0)
+        self.windowed = "block_table_windowed" in self.graph.inputs
+        if self.windowed:
+            # The smallest ring that holds a chunk and the keys that its first row sees, and the
+            # table of the true positions, which names its pages over and over.
+            window = decoder["sliding_window"]["window_size"]
+            ring = -(-(self.chunk + window - 1) // self.sizes["block_size"])
+            self.sizes["num_blocks_windowed"] = ring
+            self.ring = np.arange(self.table.shape[1], dtype=np.int32)[None, ::-1] % ring
 
     def start(self) -> State:
         """Returns the state before the first token: empty or zero tensors."""
@@ -90,6 +102,12 @@ class Session:
     ) -> tuple[Outputs, State]:
         """Runs `ids` after `state`; see `Target.step`. `extra` holds further inputs [n, ...]."""
         count = len(ids)
+        if (
+            self.windowed and count > self.chunk
+        ):  # more rows would overwrite what the first one sees
+            first, middle = self.run(state, ids[: self.chunk], capture, extra)
+            rest, end = self.run(middle, ids[self.chunk :], capture, extra)
+            return {k: np.concatenate([first[k], rest[k]]) for k in rest}, end
         rows = {"input_ids": np.asarray(ids, np.int64), **extra}
         feeds = dict(state.tensors)
         if self.paged:
@@ -120,7 +138,8 @@ class Session:
             "state_update_active": [capture > 0],
         }
         inputs = {k: np.array(v, np.int32) for k, v in values.items()}
-        return inputs | {"block_table": self.table}
+        inputs |= {"block_table": self.table}
+        return inputs | ({"block_table_windowed": self.ring} if self.windowed else {})
 
 
 class Target(Session):

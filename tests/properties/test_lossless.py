@@ -254,9 +254,8 @@ def test_a_target_with_a_sliding_window(kind: str) -> None:
     """Two layers that see five keys: what is nine tokens back plays no part."""
     full = tiny_target_config().attention
     assert full is not None
-    attention = replace(full, window=5)
-    layers: Any = ("attention", "attention")
-    model = tiny_model(kind, layers=layers, taps=(1,), attention=attention)
+    layers: Any = ("sliding", "sliding")
+    model = tiny_model(kind, layers=layers, taps=(1,), sliding=replace(full, window=5))
     one = list(range(1, 21))
     logits = score(model, [one, [40, *one[1:]], [*one[:11], 40, *one[12:]]]).logits
     np.testing.assert_array_equal(logits[0, 9:], logits[1, 9:])
