@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 from scipy import stats
 
-from jaxdraft.base import MASKED, Lattice
+from jaxdraft.base import MASKED, NO_TOKEN, Draw, Feed, Lattice, Truncation
 from jaxdraft.draft import lattice as lat
+from jaxdraft.testing import tiny_drafter, tiny_target
 
 ROWS = 4
 TOP = 5
@@ -345,6 +346,51 @@ def test_the_best_score_has_the_gradient_of_its_path_alone() -> None:
     np.testing.assert_array_equal(jax.grad(score)(lattice.scores), expected)
     expected[0, 1, 0] = [0, 0, 1]
     np.testing.assert_array_equal(jax.grad(third)(lattice.scores), expected)
+
+
+# ------------------------------------------------------------------ proposals
+
+
+def test_a_block_drafter_proposes_the_path_it_is_told() -> None:
+    """Among the drafts that a row can use; a row of temperature zero in a drawn batch too."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    keys = jax.random.split(jax.random.key(5), 3)
+    ones, none = jnp.ones((3,)), jnp.zeros((3,))
+    cold = Truncation(jnp.asarray([0.0, 1.0, 0.0]), none.astype(jnp.int32), ones, none)
+    feed = Feed(
+        aux=jax.random.normal(jax.random.key(0), (3, 5, drafter.config.aux_width)),
+        count=jnp.full((3,), 5),
+        first_position=jnp.zeros((3,), jnp.int32),
+        anchor=jnp.asarray([7, 8, 9]),
+        wants_draft=jnp.ones((3,), bool),
+        limit=jnp.asarray([9, 2, 1]),
+    )
+    state = drafter.ingest(drafter.init(3, 64), feed)
+    drawn = {}
+    for path, choose in lat.PROPOSALS.items():
+        told = replace(drafter, path=path)
+        _, proposal, _ = jax.jit(type(told).propose)(told, state, feed)
+        assert proposal.support is None and proposal.length.tolist() == [3, 2, 1]
+        assert proposal.lattice is not None
+        expected = lat.path_tokens(proposal.lattice, choose(proposal.lattice, proposal.length))
+        kept = np.arange(3) < np.asarray(proposal.length)[:, None]
+        expected = np.where(kept, expected, NO_TOKEN)
+        np.testing.assert_array_equal(proposal.tokens, expected)
+
+        how = replace(feed, draw=Draw(cold, keys.copy()))
+        _, proposal, _ = jax.jit(type(told).propose)(told, state, how)
+        drawn[path] = proposal
+        assert proposal.support is not None
+        np.testing.assert_array_equal(proposal.tokens[::2], expected[::2])
+        hit = proposal.support.tokens == proposal.tokens[..., None]
+        certain = np.asarray(jnp.sum(jnp.where(hit, proposal.support.probs, 0), axis=-1))
+        np.testing.assert_array_equal(certain[0], [1, 1, 1])
+        assert certain[2, 0] == 1 and 0 < certain[1, 0] < 1
+        np.testing.assert_array_equal(proposal.tokens[1], drawn["walk"].tokens[1])
+    assert any((drawn[path].tokens != drawn["walk"].tokens).any() for path in drawn)
+    with pytest.raises(ValueError, match="'shortest'; expected one of walk, best"):
+        replace(drafter, path="shortest")
 
 
 # ------------------------------------------------------------------ transformations and errors

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, Lattice, NoDraft, Proposal
+from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, Lattice, NoDraft, Proposal, Support
 from jaxdraft.config import BlockDrafterConfig
-from jaxdraft.draft.lattice import greedy, path_tokens, walk
+from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
@@ -48,6 +48,12 @@ class BlockDrafter:
     """A DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
 
     The embedding and the head are the target's own arrays.
+
+    ``path`` says which path of the lattice is proposed when drafts are not drawn: "walk", the
+    greedy walk, or "best", "probable" or "longest"; see :data:`jaxdraft.draft.lattice.PROPOSALS`.
+    A path is chosen among the drafts that the row can use: a step that will not be verified must
+    not buy a worse one that will. So with another ``limit`` another path may begin, where a walk is
+    only cut short.
     """
 
     backbone: Frozen[BlockBackbone]
@@ -55,6 +61,11 @@ class BlockDrafter:
     head: jax.Array  # [V, D]
     config: BlockDrafterConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
+    path: str = struct.field(pytree_node=False, default="walk")
+
+    def __post_init__(self) -> None:
+        if self.path not in PROPOSALS:
+            raise ValueError(f"path is {self.path!r}; expected one of {', '.join(PROPOSALS)}")
 
     @property
     def draft_tokens(self) -> int:
@@ -254,13 +265,25 @@ class BlockDrafter:
         finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
-        if feed.draw is None:
-            tokens, support = path_tokens(lattice, walk(lattice, greedy)), None
-        else:
-            tokens, support = sampled_walk(lattice, feed.draw)
+        tokens, support = self._choose(lattice, length, feed.draw)
         kept = jnp.arange(config.draft_tokens)[None] < length[:, None]
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice, support)
         return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
+
+    def _choose(
+        self, lattice: Lattice, length: jax.Array, draw: Draw | None
+    ) -> tuple[jax.Array, Support | None]:
+        """Tokens [B, K], and what they were drawn from."""
+        if draw is None:
+            return path_tokens(lattice, PROPOSALS[self.path](lattice, length)), None
+        tokens, support = sampled_walk(lattice, draw)
+        if self.path == "walk":  # which is what a draw at temperature zero is
+            return tokens, support
+        certain = path_tokens(lattice, PROPOSALS[self.path](lattice, length))
+        greedy = (draw.truncation.temperature == 0)[:, None]
+        hit = lattice.candidates == certain[..., None]
+        probs = jnp.where(greedy[..., None], hit.astype(jnp.float32), support.probs)
+        return jnp.where(greedy, certain, tokens), replace(support, probs=probs)
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
         """The candidates and edge scores after ``anchor`` [B], for every row."""

@@ -280,6 +280,18 @@ def path_score(
     return lax.scan(step, start, jnp.swapaxes(edges, 0, 1), reverse=True)[0]
 
 
+PROPOSALS: dict[str, Callable[[Lattice, jax.Array], jax.Array]] = {
+    "walk": lambda lattice, length: walk(lattice, greedy),
+    "best": lambda lattice, length: best_path(lattice, length=length).indices,
+    "probable": lambda lattice, length: best_path(normalize(lattice), length=length).indices,
+    "longest": lambda lattice, length: longest_path(lattice, length=length).indices,
+}
+"""Ways to choose what to propose when nothing is left to chance: indices [B, K] from a lattice and
+the number of drafts [B] that can be used. *walk*: step by step; *best*: the greatest score, which
+trusts the level of scores from row to row; *probable*: the most probable walk; *longest*: the walk
+that should be agreed with longest."""
+
+
 # --------------------------------------------------------------------------- distributions
 
 
