@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdraft.config import AttentionConfig
 from jaxdraft.nn.attention import attend
-from jaxdraft.state import ring
-from jaxdraft.state.ring import Ring, ring_pages
+from jaxdraft.state import paged, ring
+from jaxdraft.state.ring import Ring, ring_pages, window_pages
+from tests.oracle.ops import attend as reference
+from tests.oracle.ops import visible_keys
 from tests.state.test_paged import numpy_attention
 
 HEADS, DIM, BATCH, MOST = 2, 8, 2, 24
@@ -115,3 +117,136 @@ def test_ring_pages(window: int, block: int, page: int, pages: int) -> None:
     assert ring_pages(window, block, page) == pages
     # Every query of a block reaches window - 1 rows back: they fit with the block beside them.
     assert pages * page >= window - 1 + block
+
+
+# ------------------------------------------------------------------ a target's rings
+
+ROWS = 4
+
+
+@jax.jit
+def step(
+    cache: Ring, q: jax.Array, keys: jax.Array, values: jax.Array, count: jax.Array
+) -> tuple[Ring, jax.Array]:
+    """Put rows, and attend from all of them."""
+    cache = ring.put(cache, 0, keys, values, count)
+    positions = cache.length[:, None] + jnp.arange(ROWS, dtype=jnp.int32)[None]
+    return cache, attend(q, positions, ring.reachable(cache, 0, count), CONFIG, causal=True)
+
+
+commit = jax.jit(ring.commit)
+grow = jax.jit(ring.grow)
+put = jax.jit(lambda cache, *rows: ring.put(cache, 0, *rows))
+
+
+def target_rings(page_size: int, columns: int | None = None) -> Ring:
+    """Rings for a window of 9 and four rows at once; or of so many columns."""
+    cache = Ring.zeros(
+        layers=1, batch=BATCH, window=9, rows=ROWS, page_size=page_size, kv_heads=HEADS,
+        head_dim=DIM, dtype=jnp.float32,
+    )  # fmt: skip
+    return cache if columns is None else cache.replace(table=cache.table[:, :columns])
+
+
+def drive(caches: list[Ring], steps: list[list[int]], seed: int) -> float:
+    """Calls of which ``steps[call][b]`` rows are committed: how far what these see is from the full
+    history, over all calls and caches. Others are rejected: in every other call finite ones are
+    read with the rest, and before every call a pass of NaN is dropped as a whole.
+    """
+    rng = np.random.default_rng(seed)
+    total = ROWS * len(steps)
+    keys, values = rng.standard_normal((2, BATCH, total, HEADS, DIM)).astype(np.float32)
+    q = rng.standard_normal((BATCH, ROWS, 4, DIM)).astype(np.float32)
+    nan = jnp.full((BATCH, ROWS, HEADS, DIM), jnp.nan)
+    full = jnp.full((BATCH,), ROWS, jnp.int32)
+    at, worst = np.zeros(BATCH, np.int32), 0.0
+    for call, kept in enumerate(np.asarray(steps, np.int32)):
+        k, v = rng.standard_normal((2, BATCH, ROWS, HEADS, DIM)).astype(np.float32)
+        for b, n in enumerate(kept):
+            k[b, :n], v[b, :n] = (x[b, at[b] : at[b] + n] for x in (keys, values))
+        count = jnp.asarray(kept) if call % 2 else full
+        outs = []
+        for i, cache in enumerate(caches):
+            cache = put(cache, nan, nan, full)
+            cache, out = step(cache, *map(jnp.asarray, (q, k, v)), count)
+            caches[i] = commit(cache, jnp.asarray(kept))
+            outs.append(np.asarray(out))
+        for b, n in enumerate(kept):
+            if not n:
+                continue
+            end = at[b] + n
+            seen = visible_keys(np.arange(at[b], end), end, causal=True, window=9)
+            past = (x[b, :end] for x in (keys, values))
+            expected = reference(q[b, :n], *past, seen, scale=CONFIG.scale).reshape(n, 4 * DIM)
+            for out in outs:
+                error = np.abs(out[b, :n] - expected).max(initial=0.0)
+                worst = max(worst, np.inf if np.isnan(error) else float(error))
+        at = at + kept
+    return worst
+
+
+SPLITS = st.lists(
+    st.lists(st.integers(0, ROWS), min_size=BATCH, max_size=BATCH), min_size=12, max_size=12
+)
+
+
+@settings(max_examples=10)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@given(steps=SPLITS, seed=st.integers(0, 2**31 - 1))
+def test_a_target_reads_what_the_full_history_would(
+    page_size: int, steps: list[list[int]], seed: int
+) -> None:
+    """Any number of committed and of rejected rows, over shuffled pages that come one by one."""
+    cache = target_rings(page_size)
+    order = np.random.default_rng(seed).permutation(cache.pages)
+    pool = Ring.pool(
+        layers=1, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=page_size,
+        kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
+    ).replace(free=jnp.asarray(order, jnp.int32))  # fmt: skip
+    assert pool.slots == cache.slots >= 9 + ROWS - 1
+    grown, granted = grow(pool, jnp.full((BATCH,), 10**6, jnp.int32))
+    assert granted.all()
+    assert drive([cache, grown], steps, seed) < 2e-6
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_window_and_rows_less_one_are_slots_enough_and_the_least(page_size: int) -> None:
+    """Every row of a call reaches eight positions back while four are written: twelve slots. With
+    fewer, rows that are rejected overwrite what the next ones still see.
+    """
+    always_wrong = [[1, 1]] * 24
+    least = 12 // page_size
+    assert drive([target_rings(page_size, least)], always_wrong, 0) < 2e-6
+    assert not drive([target_rings(page_size, least - 1)], always_wrong, 0) < 1e-2
+    assert window_pages(9, ROWS, page_size) > least
+
+
+def test_a_row_takes_pages_as_it_grows_and_never_more_than_its_ring() -> None:
+    cache = Ring.pool(
+        layers=1, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=4, kv_heads=HEADS,
+        head_dim=DIM, dtype=jnp.float32,
+    )  # fmt: skip
+    for positions, owned in (([3, 0], [1, 0]), ([9, 1], [3, 1]), ([500, 2], [5, 1])):
+        cache, granted = grow(cache, jnp.asarray(positions, jnp.int32))
+        assert granted.all() and paged.owned(cache).tolist() == owned
+    assert int(cache.free_count) == 4
+
+
+def test_too_many_rows_at_once_are_refused() -> None:
+    rows = jnp.zeros((BATCH, ROWS + 1, HEADS, DIM))
+    with pytest.raises(ValueError, match="5 rows at once.*20 slots.*window of 9.*made for 4"):
+        ring.put(target_rings(4), 0, rows, rows, jnp.zeros((BATCH,), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "page", "capacity", "pages"),
+    [
+        (4096, 128, 256, None, 18),  # ceil(4224 / 256) + 1
+        (4096, 128, 256, 2048, 9),  # a context of 2048 and the rows past it: ceil(2176 / 256)
+        (4096, 128, 256, 4096, 17),
+        (4096, 128, 256, 10**6, 18),
+        (12, 16, 16, None, 3),
+    ],
+)
+def test_window_pages(window: int, rows: int, page: int, capacity: int | None, pages: int) -> None:
+    assert window_pages(window, rows, page, capacity) == pages
