@@ -23,6 +23,7 @@ from jaxdraft.base import (
 )
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.ngram import NgramDrafter
+from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.model import EMBEDDED, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
@@ -37,6 +38,8 @@ __all__ = [
     "AdaptiveDrafter",
     "DraftInfo",
     "Drafter",
+    "Engine",
+    "EngineEvent",
     "Event",
     "Feed",
     "Lattice",
@@ -48,6 +51,7 @@ __all__ = [
     "Output",
     "Plan",
     "Proposal",
+    "Request",
     "Rules",
     "Sampling",
     "Scored",

@@ -111,52 +111,134 @@ def prefill(
       logprobs: give log-probabilities, and so many alternatives.
     """
     batch, size = tokens.shape
-    tokens = jnp.where(jnp.arange(size)[None] < lengths[:, None], tokens, 0)
-    status = jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
-    state = RoundState(
-        target=target.init(batch, capacity),
-        drafter=drafter.init(batch, capacity),
-        proposal=_no_proposal(batch, drafter.draft_tokens),
-        anchor=jnp.zeros((batch,), jnp.int32),
-        tokens=tokens,
-        length=lengths,
-        emitted=jnp.zeros((batch,), jnp.int32),
-        status=status,
-        failures=jnp.zeros((batch,), jnp.int32),
-        heard=jnp.zeros((batch,), jnp.int32),
-        stats=Stats.zeros(batch, drafter.draft_tokens),
+    state = empty(
+        target.init(batch, capacity),
+        drafter.init(batch, capacity),
+        batch=batch,
+        size=size,
+        draft_tokens=drafter.draft_tokens,
+    )
+    state = replace(
+        state, status=jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
     )
     padded = jnp.pad(tokens, ((0, 0), (0, -size % chunk)))
-    zeros = jnp.zeros((batch,), jnp.int32)
 
-    def run(carry: tuple[jax.Array, jax.Array, Any, Any]) -> tuple[jax.Array, jax.Array, Any, Any]:
-        offset, last, memory, drafts = carry
+    def run(carry: tuple[jax.Array, jax.Array, RoundState]) -> tuple[Any, ...]:
+        offset, last, state = carry
         part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
         count = jnp.clip(lengths - offset, 0, chunk)
-        out = target.forward(part, count, memory, row=jnp.maximum(count - 1, 0))
-        last = jnp.where((count > 0)[:, None, None], out.logits, last)
-        first = jnp.minimum(offset, lengths)
-        feed = _feed(out, part, count, first, zeros, zeros)
-        drafts = drafter.ingest(drafts, feed)
-        return offset + chunk, last, target.commit(out.state, count), drafts
+        state, logits = read(target, drafter, state, part, count)
+        return offset + chunk, jnp.where((count > 0)[:, None, None], logits, last), state
 
     logits = jnp.zeros((batch, 1, target.vocab_size), jnp.float32)
-    start = (jnp.asarray(0, jnp.int32), logits, state.target, state.drafter)
+    start = (jnp.asarray(0, jnp.int32), logits, state)
     longest = jnp.max(lengths, initial=0)
     if size <= chunk:
-        offset, logits, memory, drafts = run(start)
+        _, logits, state = run(start)
     else:
-        offset, logits, memory, drafts = lax.while_loop(lambda c: c[0] < longest, run, start)
-    none = _no_proposal(batch, 0)
+        _, logits, state = lax.while_loop(lambda c: c[0] < longest, run, start)
+    return begin(drafter, state, logits, rules, logprobs=logprobs)
+
+
+def empty(memory: Any, drafts: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
+    """Rows that hold nothing yet; their status says so.
+
+    Args:
+      memory: an empty state of the target.
+      drafts: an empty state of the drafter.
+      batch: B.
+      size: S, tokens of the longest row.
+      draft_tokens: K.
+    """
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return RoundState(
+        target=memory,
+        drafter=drafts,
+        proposal=_no_proposal(batch, draft_tokens),
+        anchor=zeros,
+        tokens=jnp.zeros((batch, size), jnp.int32),
+        length=zeros,
+        emitted=zeros,
+        status=jnp.full((batch,), int(Status.EMPTY), jnp.int32),
+        failures=zeros,
+        heard=zeros,
+        stats=Stats.zeros(batch, draft_tokens),
+    )
+
+
+def read(
+    target: Target, drafter: Drafter, state: RoundState, tokens: jax.Array, count: jax.Array
+) -> tuple[RoundState, jax.Array]:
+    """Run the next tokens of the prompts. All of them are committed, none is emitted.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      state: rows that have read ``length`` tokens of their prompts.
+      tokens: [B, T] int32. Entries at or past ``count`` are ignored, whatever they hold.
+      count: [B] int32, 0..T.
+
+    Returns:
+      The state, and the logits after each row's last token, [B, 1, V]; of rows that read something.
+    """
+    batch, size = state.tokens.shape
+    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    place = jnp.where(step < count[:, None], state.length[:, None] + step, size)
+    text = state.tokens.at[jnp.arange(batch)[:, None], place].set(tokens, mode="drop")
+    out = target.forward(tokens, count, state.target, row=jnp.maximum(count - 1, 0))
+    zeros = jnp.zeros((batch,), jnp.int32)
+    feed = _feed(out, tokens, count, state.length, zeros, zeros)
+    stats = replace(state.stats, target_forwards=state.stats.target_forwards + 1)
+    state = replace(
+        state,
+        target=target.commit(out.state, count),
+        drafter=drafter.ingest(state.drafter, feed),
+        tokens=text,
+        length=state.length + count,
+        stats=stats,
+    )
+    return state, out.logits
+
+
+def begin(
+    drafter: Drafter,
+    state: RoundState,
+    logits: jax.Array,
+    rules: Rules,
+    *,
+    logprobs: int | None = None,
+) -> tuple[RoundState, RoundInfo]:
+    """Emit the token that follows the prompt, and propose for the first round.
+
+    Args:
+      drafter: the drafter.
+      state: rows that have read their prompts; those that run begin.
+      logits: [B, 1, V] float32, after each row's last token.
+      rules: see :class:`Rules`.
+      logprobs: give log-probabilities, and so many alternatives.
+    """
+    state, said = speak(state, logits, rules, logprobs=logprobs)
+    state, info = propose(drafter, state, rules)
+    return state, replace(said, draft=info)
+
+
+def speak(
+    state: RoundState, logits: jax.Array, rules: Rules, *, logprobs: int | None = None
+) -> tuple[RoundState, RoundInfo]:
+    """Emit the token that follows the prompt, in rows that run. Args: see :func:`begin`."""
+    none = _no_proposal(logits.shape[0], 0)
     verdict = _judge(logits, state, none, rules)
-    stats = replace(state.stats, target_forwards=offset // chunk)
-    state = replace(state, target=memory, drafter=drafts, stats=stats)
     state, said, count, accepted = _emit(state, verdict, none, rules)
-    # The prompt's rows are committed already: nothing is left to ingest.
+    silent = DraftInfo(jnp.zeros_like(count), jnp.zeros((), jnp.int32))
+    return state, RoundInfo(accepted, count, silent, _logprobs(logits, said, count, logprobs))
+
+
+def propose(drafter: Drafter, state: RoundState, rules: Rules) -> tuple[RoundState, DraftInfo]:
+    """Drafts for the coming round of rows whose committed tokens the drafter has taken in."""
+    zeros = jnp.zeros_like(state.length)
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    state, info = _propose(drafter, state, feed)
-    return state, RoundInfo(accepted, count, info, _logprobs(logits, said, count, logprobs))
+    return _propose(drafter, state, feed)
 
 
 def round(

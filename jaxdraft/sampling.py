@@ -221,15 +221,15 @@ class History:
     drafts: jax.Array  # [B, K] int32; row i of the window comes after the first i
 
 
-def row_streams(key: jax.Array | int, batch: int) -> jax.Array:
-    """A stream for every row, [B] keys: row i has ``fold_in(key, i)``."""
+def row_streams(key: jax.Array | int, batch: int, *, first: int = 0) -> jax.Array:
+    """A stream for every row, [B] keys: row i has ``fold_in(key, first + i)``."""
     if isinstance(key, int | np.integer):
         key = jax.random.key(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.shape != ():
         raise ValueError(f"key has shape {key.shape}; expected one key")
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(batch))
 
 
 def draw_keys(streams: jax.Array, position: jax.Array, purpose: int) -> jax.Array:

@@ -75,6 +75,27 @@ class AdaptiveDrafter:
         none = jnp.zeros((batch,), jnp.int32)
         return AdaptiveState(self.inner.init(batch, capacity), self._rate(batch), none, none)
 
+    def init_pool(self, batch: int, **sizes: int) -> AdaptiveState:
+        """An empty state around the drafter's pool; the sizes are those of its ``init_pool``.
+
+        A drafter without one has its whole state in every row.
+        """
+        none = jnp.zeros((batch,), jnp.int32)
+        make = getattr(self.inner, "init_pool", None)
+        if make is None:
+            inner = self.inner.init(batch, sizes["columns"] * sizes["page_size"])
+        else:
+            inner = make(batch, **sizes)
+        return AdaptiveState(inner, self._rate(batch), none, none)
+
+    def skip(self, state: AdaptiveState, tokens: jax.Array, length: jax.Array) -> Any:
+        """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
+        if not jax.tree.leaves(state.inner):
+            return state
+        method = getattr(self.inner, "skip", None)
+        inner = None if method is None else method(state.inner, tokens, length)
+        return None if inner is None else replace(state, inner=inner)
+
     def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
         """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
 

@@ -191,6 +191,16 @@ class BlockDrafter:
             cache = paged.release(cache, rows)
         return replace(state, cache=cache, whole=state.whole | rows, denied=state.denied & ~rows)
 
+    def skip(self, state: BlockState, tokens: jax.Array, length: jax.Array) -> BlockState | None:
+        """Rows whose first ``length`` [B] positions are in their pages already go on behind them.
+
+        None for a windowed drafter: a ring holds more than pages that others can share.
+        """
+        del tokens
+        if isinstance(state.cache, Ring):
+            return None
+        return replace(state, cache=replace(state.cache, length=length))
+
     def ingest(self, state: BlockState, feed: Feed) -> BlockState:
         """See :meth:`jaxdraft.base.Drafter.ingest`.
 

@@ -60,6 +60,11 @@ class MtpDrafter:
     dtype: jnp.dtype = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
 
+    @property
+    def overlap(self) -> int:
+        """The last pair of a page is made with the token that follows the page."""
+        return 1
+
     def with_draft_tokens(self, draft_tokens: int) -> MtpDrafter:
         """The same head with another K: one layer can be chained as far as one likes."""
         return replace(self, draft_tokens=draft_tokens)

@@ -58,6 +58,19 @@ class NgramDrafter:
         tokens = jnp.zeros((batch, capacity + 1), jnp.int32)
         return NgramState(tokens, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
 
+    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> NgramState:
+        """As ``init``, for rows of at most ``columns * page_size`` positions: nothing is shared."""
+        del pages
+        return self.init(batch, columns * page_size)
+
+    def skip(self, state: NgramState, tokens: jax.Array, length: jax.Array) -> NgramState:
+        """Go on behind the first ``length`` [B] of ``tokens`` [B, S]; nothing was read yet."""
+        size = min(tokens.shape[1], state.tokens.shape[1])
+        place = jnp.arange(size, dtype=jnp.int32)[None]
+        known = jnp.where(place < length[:, None], tokens[:, :size], 0)
+        text = state.tokens.at[:, :size].set(known)
+        return NgramState(text, length, state.whole)
+
     def ingest(self, state: NgramState, feed: Feed) -> NgramState:
         """See :meth:`jaxdraft.base.Drafter.ingest`.
 

@@ -22,6 +22,11 @@ class NoDrafter:
         del batch, capacity
         return ()
 
+    def init_pool(self, batch: int, **sizes: int) -> tuple[()]:
+        """Nothing to share."""
+        del batch, sizes
+        return ()
+
     def ingest(self, state: tuple[()], feed: Feed) -> tuple[()]:
         """Nothing to take in."""
         del feed

@@ -1,0 +1,351 @@
+"""The programs of an engine: the pieces of a round, run on some rows of a larger state.
+
+Each is compiled once a shape. Shapes come from :class:`Buckets`, so there are few of them. The
+logic of a round is not here: these functions take rows out of the state, lend them their pages,
+call :mod:`jaxdraft.round`, and put the rows back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxdraft import round as rounds
+from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
+from jaxdraft.state import rows as rows_
+from jaxdraft.state.rows import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The sizes that programs are compiled for, each ascending; work is padded to the next.
+
+    Attributes:
+      rows: rows of a step.
+      chunks: prompt tokens a row in one step.
+      columns: columns of the page tables, M.
+    """
+
+    rows: tuple[int, ...]
+    chunks: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "chunks", "columns"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 0:
+                raise ValueError(f"{name} is {sizes}; expected rising sizes")
+
+    @classmethod
+    def of(cls, *, max_batch: int, chunk: int, columns: int) -> Buckets:
+        """Powers of two of rows; chunks and columns in steps of four, so that few programs exist.
+
+        What a step costs follows its rows and its chunk. The columns only decide how much of the
+        tables goes to the device: attention reads up to the longest row, whatever their number.
+        """
+        return cls(
+            rows=_powers(max_batch, 2, 1),
+            chunks=_powers(chunk, 4, 8),
+            columns=_powers(columns, 4, 32),
+        )
+
+
+def bucket(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest of ``sizes`` that is at least ``wanted``."""
+    return next(size for size in sizes if size >= wanted)
+
+
+def _powers(most: int, factor: int, least: int) -> tuple[int, ...]:
+    sizes = [most]
+    while sizes[0] // factor >= least:
+        sizes.insert(0, 1 << (-(-sizes[0] // factor) - 1).bit_length() if sizes[0] > 1 else 1)
+        if len(sizes) > 1 and sizes[0] >= sizes[1]:
+            sizes.pop(0)
+            break
+    return tuple(sizes)
+
+
+@struct.dataclass
+class Seats:
+    """The rows of one step, and their pages."""
+
+    rows: jax.Array  # [R] int32 rows of the state; past its end where there is none
+    live: jax.Array  # [R] bool: there is one
+    table: jax.Array  # [R, M] int32
+
+
+@struct.dataclass
+class Report:
+    """What the host learns of a step, in one array of integers; see :class:`Columns`."""
+
+    numbers: jax.Array  # [R, W] int32
+    logprobs: Logprobs | None = None
+
+
+class Columns:
+    """What stands where in a :class:`Report`, for drafts of K tokens."""
+
+    NAMES = (
+        "status", "length", "emitted", "count", "accepted", "pending", "failures", "heard",
+        "target_forwards", "drafter_forwards", "rounds", "said", "proposed",
+    )  # fmt: skip
+
+    def __init__(self, numbers: np.ndarray, draft_tokens: int) -> None:
+        self._numbers = numbers
+        k, fixed = draft_tokens, len(self.NAMES)
+        for place, name in enumerate(self.NAMES):
+            setattr(self, name, numbers[:, place])
+        self.tokens, self.evaluated_at, self.accepted_at, self.undrafted = np.split(
+            numbers[:, fixed:], (k + 1, 2 * k + 1, 3 * k + 1), axis=1
+        )
+
+    def rows(self, order: list[int]) -> Columns:
+        """These rows, in this order."""
+        return Columns(self._numbers[order], self.tokens.shape[1] - 1)
+
+    status: np.ndarray
+    length: np.ndarray
+    emitted: np.ndarray
+    count: np.ndarray
+    accepted: np.ndarray
+    pending: np.ndarray
+    failures: np.ndarray
+    heard: np.ndarray
+    target_forwards: np.ndarray
+    drafter_forwards: np.ndarray
+    rounds: np.ndarray
+    said: np.ndarray
+    proposed: np.ndarray
+
+
+def _report(state: RoundState, info: RoundInfo, draft_tokens: int) -> Report:
+    step = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
+    place = (state.length - info.emitted)[:, None] + step
+    tokens = jnp.take_along_axis(state.tokens, place, axis=1, mode="clip")
+    tokens = jnp.where(step < info.emitted[:, None], tokens, NO_TOKEN)
+    stats = state.stats
+    every = jnp.zeros_like(state.length)
+    one = (
+        state.status, state.length, state.emitted, info.emitted, info.accepted,
+        state.proposal.length, state.failures, state.heard, every + stats.target_forwards,
+        every + stats.drafter_forwards, stats.rounds, stats.emitted, stats.proposed,
+    )  # fmt: skip
+    wide = (tokens, stats.evaluated_at, stats.accepted_at, stats.undrafted)
+    numbers = jnp.concatenate([jnp.stack(one, axis=1), *wide], axis=1)
+    return Report(numbers, info.logprobs)
+
+
+def _gather(state: RoundState, rules: Rules, seats: Seats, where: Layout) -> Any:
+    part = rows_.take(state, where, seats.rows)
+    part = replace(part, status=jnp.where(seats.live, part.status, Status.EMPTY).astype(jnp.int32))
+    mine = jax.tree.map(lambda x: jnp.take(x, seats.rows, axis=0, mode="clip"), _of_rows(rules))
+    return seated(part, seats), _with_rows(rules, mine)
+
+
+def seated(state: RoundState, seats: Seats) -> RoundState:
+    """The state with the pages of its rows."""
+    memory = (state.target, state.drafter)
+    target, drafter = rows_.seat(memory, seats.table, seats.rows)
+    return replace(state, target=target, drafter=drafter)
+
+
+def _unseated(state: RoundState) -> RoundState:
+    target, drafter = rows_.unseat((state.target, state.drafter))
+    return replace(state, target=target, drafter=drafter)
+
+
+def _of_rows(rules: Rules) -> Rules:
+    """The rules without what belongs to no row: the automata."""
+    stop = rules.stop_text
+    if stop is None:
+        return rules
+    no_table: Any = None
+    return replace(rules, stop_text=replace(stop, table=no_table))
+
+
+def _with_rows(rules: Rules, mine: Rules) -> Rules:
+    stop = mine.stop_text
+    if stop is None or rules.stop_text is None:
+        return mine
+    return replace(mine, stop_text=replace(stop, table=rules.stop_text.table))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("where", "whole", "logprobs"), donate_argnames=("state",)
+)
+def run_round(
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    seats: Seats,
+    *,
+    where: Layout,
+    whole: bool,
+    logprobs: int | None,
+) -> tuple[RoundState, Report]:
+    """One round of some rows.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      state: all rows.
+      rules: of all rows.
+      seats: the rows that take part.
+      where: which leaves of the state belong to rows.
+      whole: every row has its own seat and all that run take part: nothing is moved.
+      logprobs: as in :func:`jaxdraft.round.round`.
+    """
+    if whole:
+        part, mine = seated(state, seats), rules
+    else:
+        part, mine = _gather(state, rules, seats, where)
+    part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs)
+    report = _report(part, info, drafter.draft_tokens)
+    part = _unseated(part)
+    return (part if whole else rows_.put(state, part, where, seats.rows)), report
+
+
+@functools.partial(jax.jit, static_argnames=("where", "logprobs"), donate_argnames=("state",))
+def run_chunk(
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    seats: Seats,
+    tokens: jax.Array,
+    count: jax.Array,
+    begins: jax.Array,
+    resumes: jax.Array,
+    *,
+    where: Layout,
+    logprobs: int | None,
+) -> tuple[RoundState, Report]:
+    """The next tokens of some prompts, and the first proposal of those that end here.
+
+    Args:
+      target, drafter, state, rules, seats, where, logprobs: as in :func:`run_round`.
+      tokens: [R, T] int32.
+      count: [R] int32, tokens of each row.
+      begins: [R] bool: the prompt ends here and the token that follows is emitted.
+      resumes: [R] bool: the text ends here, but for its last token, which was emitted before the
+        row lost its place and stands in ``state.tokens`` already.
+    """
+    part, mine = _gather(state, rules, seats, where)
+    part, logits = rounds.read(target, drafter, part, tokens, count)
+    part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
+    part, said = rounds.speak(part, logits, mine, logprobs=logprobs)
+    last = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
+    part = replace(
+        part,
+        anchor=jnp.where(resumes, last, part.anchor),
+        length=part.length + resumes.astype(jnp.int32),
+        status=jnp.where(resumes, Status.RUNNING, part.status).astype(jnp.int32),
+    )
+    part, info = rounds.propose(drafter, part, mine)
+    report = _report(part, replace(said, draft=info), drafter.draft_tokens)
+    return rows_.put(state, _unseated(part), where, seats.rows), report
+
+
+@functools.partial(jax.jit, static_argnames=("where", "parts", "skips"), donate_argnames=("state",))
+def admit(
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    blank: tuple[jax.Array, ...],
+    memory: tuple[jax.Array, ...] | None,
+    rings: tuple[jax.Array, ...],
+    row: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+    *,
+    where: Layout,
+    parts: Layout,
+    skips: bool,
+) -> RoundState:
+    """A text takes a row: what was there is forgotten, and what is known of the text is put there.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      state: all rows.
+      blank: the row leaves of a row that holds nothing.
+      memory: the row leaves of target and drafter behind the first positions, from :func:`save`.
+      rings: what their rings held.
+      row: [1] int32.
+      tokens: [1, S] int32, the text as far as it is known.
+      counts: [4, 1] int32: positions that are in the pages already, tokens emitted, failures of the
+        drafter, state of the stop-string automaton.
+      where: which leaves of the state belong to rows.
+      parts: the same of (target, drafter) alone.
+      skips: nothing but pages is needed to go on behind the first positions.
+    """
+    part = rows_.with_own(rows_.take(state, where, row), where, blank)
+    length, emitted, failures, heard = counts
+    both = (part.target, part.drafter)
+    if memory is not None:
+        both = rows_.with_own(both, parts, memory)
+        if rings:
+            nowhere = jnp.zeros((1, 0), jnp.int32)
+            both = rows_.with_ring_contents(rows_.seat(both, nowhere, row), rings)
+            both = rows_.unseat(both)
+    elif skips:
+        both = (skip(target, both[0], tokens, length), skip(drafter, both[1], tokens, length))
+    part = replace(
+        part,
+        target=both[0],
+        drafter=both[1],
+        tokens=tokens,
+        length=length,
+        emitted=emitted,
+        failures=failures,
+        heard=heard,
+    )
+    return rows_.put(state, part, where, row)
+
+
+def skip(part: Target | Drafter, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+    """The state of rows whose first ``length`` [B] positions are in their pages, or None.
+
+    A target or drafter that remembers nothing beside its pages may have a method ``skip(state,
+    tokens, length)`` that says so; one whose state is empty needs none.
+    """
+    if not jax.tree.leaves(state):
+        return state
+    method = getattr(part, "skip", None)
+    return None if method is None else method(state, tokens, length)
+
+
+@functools.partial(jax.jit, static_argnames=("where", "parts"))
+def save(
+    state: RoundState, row: jax.Array, *, where: Layout, parts: Layout
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """What target and drafter remember of one row beside its pages, and what its rings hold."""
+    part = rows_.take(state, where, row)
+    both = (part.target, part.drafter)
+    nowhere = jnp.zeros((1, 0), jnp.int32)
+    rings = rows_.ring_contents(rows_.seat(both, nowhere, row))
+    return rows_.own(both, parts), rings
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def stop(state: RoundState, rows: jax.Array) -> RoundState:
+    """The rows where ``rows`` [B] is true run no more."""
+    status = jnp.where(rows, Status.EMPTY, state.status).astype(jnp.int32)
+    proposal = replace(state.proposal, length=jnp.where(rows, 0, state.proposal.length))
+    return replace(state, status=status, proposal=proposal)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def copy(state: RoundState, source: jax.Array, to: jax.Array) -> RoundState:
+    """Pages ``source`` [C] are copied onto pages ``to`` [C]."""
+    target, drafter = rows_.copy_pages((state.target, state.drafter), source, to)
+    return replace(state, target=target, drafter=drafter)

@@ -1,0 +1,275 @@
+"""The device side of an engine: its state, and the programs that a step runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdraft import round as rounds
+from jaxdraft.base import NO_PAGE, Drafter, Target
+from jaxdraft.engine import programs
+from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
+from jaxdraft.engine.request import Phase, Request
+from jaxdraft.engine.rules import RulesTable
+from jaxdraft.engine.scheduler import Work
+from jaxdraft.round import RoundState
+from jaxdraft.state import rows
+
+
+class Runner:
+    """A state of B rows, and what is done to it.
+
+    Args:
+      target: the target.
+      drafter: the drafter.
+      batch: B.
+      pages: P, of a target that has pages.
+      page_size: Z.
+      columns: M.
+      context: S, tokens of the longest row.
+      buckets: sizes that programs are compiled for.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        batch: int,
+        pages: int,
+        page_size: int,
+        columns: int,
+        context: int,
+        buckets: Buckets,
+    ) -> None:
+        self.target, self.drafter, self.batch, self.buckets = target, drafter, batch, buckets
+        self._pages, self._size, self._columns, self._context = pages, page_size, columns, context
+        self.table = RulesTable(batch, target.vocab_size)
+        self.compiled: set[tuple[Any, ...]] = set()
+        shape = jax.eval_shape(lambda: self._make(batch))
+        memory = (shape.target, shape.drafter)
+        self.paged = rows.has_pages(memory)
+        self.drafter_paged = rows.has_pages(shape.drafter)
+        self.skips = self._can_skip()
+        self._parts = rows.layout(lambda b: _memory(self._make(b)), batch)
+        # A drafter that draws says from what: proposals have a support while anybody samples.
+        self._support = self._support_shape(shape)
+        self._where = {
+            drawn: rows.layout(lambda b, drawn=drawn: self._formed(self._make(b), drawn), batch)
+            for drawn in (False, True)
+        }
+        one = jax.jit(lambda: self._make(1))()
+        self._blank = {d: rows.own(self._formed(one, d), self._where[d]) for d in (False, True)}
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty state, whatever became of the one before."""
+        self.state: RoundState = jax.jit(lambda: self._make(self.batch))()
+        self._drawn = False
+
+    @property
+    def misses(self) -> int:
+        """How often a row found no room in the drafter's cache."""
+        state = self.state.drafter
+        while hasattr(state, "inner"):
+            state = state.inner
+        return int(getattr(state, "misses", 0))
+
+    def run(
+        self, work: Work, active: Mapping[int, Request]
+    ) -> tuple[tuple[Columns, Report] | None, tuple[Columns, Report] | None]:
+        """Run the programs of a step, and bring down what they say, all at once.
+
+        Args:
+          work: from the scheduler.
+          active: who has which row.
+
+        Returns:
+          What the round says, in the order of ``work.running``, and the chunk, in the order of
+          ``work.reading``.
+        """
+        self.table.update(active)
+        if work.stopped:
+            gone = np.zeros(self.batch, bool)
+            gone[work.stopped] = True
+            self.state = programs.stop(self.state, gone)
+        if self.table.random != self._drawn:
+            self._drawn = self.table.random
+            self.state = self._formed(self.state, self._drawn)
+        reports: list[Report | None] = [None, None]
+        order: list[int] = []
+        if work.running:
+            everyone = sum(r.phase is Phase.RUNNING for r in active.values())
+            reports[0], order = self._round(work.running, everyone)
+        for source, to in work.copies:
+            pair = np.asarray([[source], [to]], np.int32)
+            self.state = programs.copy(self.state, *pair)
+        for admission in work.admitted:
+            self._admit(admission.request, admission.memory)
+        if work.reading:
+            reports[1] = self._chunk(work.reading)
+            for request, count in work.reading:
+                if request.read + count in request.marks:
+                    request.saved[request.read + count] = self.save(request)
+        told: list[Report | None] = jax.device_get(reports)
+        k = self.drafter.draft_tokens
+        heard = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in told]
+        if heard[0] is not None:
+            heard[0] = (heard[0][0].rows(order), jax.tree.map(lambda x: x[order], heard[0][1]))
+        return heard[0], heard[1]
+
+    def save(self, request: Request) -> Any:
+        """What a request's row remembers beside its pages."""
+        row = np.asarray([request.row], np.int32)
+        where = self._where[self._drawn]
+        return programs.save(self.state, row, where=where, parts=self._parts)
+
+    # ------------------------------------------------------------------ programs
+
+    def _round(self, requests: list[Request], everyone: int) -> tuple[Report, list[int]]:
+        """The report, and where the requests stand in it."""
+        size = bucket(self.buckets.rows, len(requests))
+        # When the whole state takes part anyway, nothing has to be moved.
+        whole = size >= self.batch and len(requests) == everyone
+        seats = self._seats(requests, list(range(self.batch)) if whole else None, size)
+        wanted = self._alternatives(requests)
+        self._count("round", seats, whole, wanted)
+        self.state, report = programs.run_round(
+            self.target, self.drafter, self.state, self.table.rules, seats,
+            where=self._where[self._drawn], whole=whole, logprobs=wanted,
+        )  # fmt: skip
+        order = [r.row if whole else place for place, r in enumerate(requests)]
+        return report, order  # type: ignore[bad-return]
+
+    def _chunk(self, reading: list[tuple[Request, int]]) -> Report:
+        requests = [request for request, _ in reading]
+        size = bucket(self.buckets.rows, len(requests))
+        width = bucket(self.buckets.chunks, max(count for _, count in reading))
+        tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+        begins, resumes = np.zeros(size, bool), np.zeros(size, bool)
+        for place, (request, count) in enumerate(reading):
+            tokens[place, :count] = request.ids[request.read : request.read + count]
+            counts[place] = count
+            ends = request.read + count == request.goal
+            begins[place], resumes[place] = ends and not request.known, ends and request.known
+        seats = self._seats(requests, None, size)
+        wanted = self._alternatives(requests)
+        self._count("chunk", seats, width, wanted)
+        self.state, report = programs.run_chunk(
+            self.target, self.drafter, self.state, self.table.rules, seats,
+            tokens, counts, begins, resumes,
+            where=self._where[self._drawn], logprobs=wanted,
+        )  # fmt: skip
+        return report
+
+    def _admit(self, request: Request, memory: Any) -> None:
+        tokens = np.zeros((1, self._context), np.int32)
+        tokens[0, : len(request.ids)] = request.ids
+        counts = [request.read, request.emitted, request.failures, request.heard]
+        leaves, rings = (None, ()) if memory is None else memory
+        self.state = programs.admit(
+            self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,
+            np.asarray([request.row], np.int32), tokens, np.asarray(counts, np.int32)[:, None],
+            where=self._where[self._drawn], parts=self._parts, skips=self.skips,
+        )  # fmt: skip
+
+    def _seats(self, requests: list[Request], order: list[int] | None, size: int) -> Seats:
+        """Seats of the rows ``order``, or of the requests; of more than there are no page."""
+        places: Any = [r.row for r in requests] if order is None else order
+        rows_of = np.full(size, self.batch, np.int32)
+        rows_of[: len(places)] = places
+        most = max(len(r.pages) for r in requests)
+        columns = bucket(self.buckets.columns, most) if self.paged else 0
+        table = np.full((size, columns), NO_PAGE, np.int32)
+        place_of = {row: place for place, row in enumerate(places)}
+        for request in requests:
+            table[place_of[request.row], : len(request.pages)] = request.pages
+        return Seats(rows_of, rows_of < self.batch, table)  # type: ignore[bad-argument-type]
+
+    def _alternatives(self, requests: list[Request]) -> int | None:
+        """Log-probabilities that a program must give: a power of two of them, or none."""
+        wanted = [r.rules.logprobs for r in requests if r.rules.logprobs is not None]
+        if not wanted:
+            return None
+        most = max(wanted)
+        return min(1 << (most - 1).bit_length(), self.target.vocab_size) if most else 0
+
+    def _count(self, name: str, seats: Seats, *shape: Any) -> None:
+        self.compiled.add((name, np.shape(seats.table), self.table.form, *shape))
+
+    # ------------------------------------------------------------------ the state's shape
+
+    def _make(self, batch: int) -> RoundState:
+        sizes = dict(page_size=self._size)
+        pooled = dict(sizes, pages=self._pages, columns=self._columns)
+        make = getattr(self.target, "init_pool", None)
+        if make is None:
+            memory = self.target.init(batch, self._context)
+        else:
+            memory = make(batch, **pooled)
+        make = getattr(self.drafter, "init_pool", None)
+        if make is None:
+            drafts = self.drafter.init(batch, self._context)
+        else:
+            drafts = make(
+                batch, **(dict(sizes, rings=batch) if _windowed(self.drafter) else pooled)
+            )
+        memory, drafts = rows.hosted((memory, drafts))
+        return rounds.empty(
+            memory,
+            drafts,
+            batch=batch,
+            size=self._context,
+            draft_tokens=self.drafter.draft_tokens,
+        )
+
+    def _can_skip(self) -> bool:
+        """Whether rows can start behind pages that are full already, without a checkpoint."""
+
+        def ask() -> Any:
+            state, zero = self._make(1), jnp.zeros((1,), jnp.int32)
+            return [
+                programs.skip(part, memory, state.tokens, zero)
+                for part, memory in zip((self.target, self.drafter), _memory(state), strict=True)
+            ]
+
+        return all(part is not None for part in jax.eval_shape(ask))
+
+    def _support_shape(self, shape: RoundState) -> Any:
+        rules = self.table.neutral(random=True)
+
+        def ask(state: RoundState) -> Any:
+            none = jnp.full((self.batch, self._columns), NO_PAGE, jnp.int32)
+            seats = Seats(jnp.arange(self.batch), jnp.ones((self.batch,), bool), none)
+            return rounds.propose(self.drafter, programs.seated(state, seats), rules)[0]
+
+        return jax.eval_shape(ask, shape).proposal.support
+
+    def _formed(self, state: RoundState, drawn: bool) -> RoundState:
+        """The state as greedy programs know it, or as those that draw do."""
+        support = None
+        if drawn and self._support is not None:
+            batch = state.anchor.shape[0]
+            support = jax.tree.map(
+                lambda s: jnp.zeros((batch, *s.shape[1:]), s.dtype), self._support
+            )
+        return replace(state, proposal=replace(state.proposal, support=support))
+
+
+def _memory(state: RoundState) -> Any:
+    return state.target, state.drafter
+
+
+def _windowed(drafter: Any) -> bool:
+    """Whether a drafter's pool is given in rings."""
+    while hasattr(drafter, "inner"):
+        drafter = drafter.inner
+    return bool(getattr(getattr(drafter, "config", None), "windowed", False))
+
+
+__all__ = ["Runner"]

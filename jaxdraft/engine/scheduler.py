@@ -1,0 +1,336 @@
+"""Who runs next, on which row and in which pages. Plain Python, no arrays of the device.
+
+First come, first served. Everyone who runs gets the next round; beside it some prompts are read on,
+within a budget of tokens. A request is admitted when a row is free and pages for its prompt and its
+first round are, and nobody overtakes one that waits for them. When pages run out later, what is
+remembered without being used goes first; then the youngest request loses its place and is computed
+anew when there is room. The oldest never does, and fits alone, so it always gets on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+from jaxdraft.engine.pages import Pages as PagePool
+from jaxdraft.engine.pages import PrefixCache
+from jaxdraft.engine.request import Phase, Request
+
+
+@dataclasses.dataclass
+class Work:
+    """What one step does, in this order."""
+
+    stopped: list[int] = dataclasses.field(default_factory=list)  # rows that run no more
+    running: list[Request] = dataclasses.field(default_factory=list)  # one round
+    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # page onto page
+    admitted: list[Admission] = dataclasses.field(default_factory=list)
+    reading: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # tokens each
+
+
+@dataclasses.dataclass
+class Admission:
+    """A request takes a row."""
+
+    request: Request
+    memory: Any  # what its row remembers behind the positions that are there, if that is needed
+
+
+class Scheduler:
+    """Rows and pages of an engine, and the requests that have or want them.
+
+    Args:
+      rows: B.
+      pages: the pool.
+      lookahead: positions past a round's own that a drafter may write.
+      chunk: the most prompt tokens of a row in one step.
+      budget: the most prompt tokens of a step, of all rows.
+      prefixes: whether full pages are remembered.
+      checkpointed: whether a prefix needs a checkpoint beside its pages.
+      checkpoints: the most of them.
+      overlap: as in :class:`PrefixCache`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        pages: PagePool,
+        lookahead: int,
+        chunk: int,
+        budget: int,
+        prefixes: bool,
+        checkpointed: bool,
+        checkpoints: int,
+        overlap: int,
+    ) -> None:
+        self.rows, self.pages = rows, pages
+        self.lookahead, self.chunk, self.budget = lookahead, chunk, budget
+        self.prefixes = prefixes and pages.count > 0
+        self.checkpointed = checkpointed
+        self.cache = PrefixCache(pages, checkpoints=checkpoints, overlap=overlap)
+        self.active: dict[int, Request] = {}  # by row
+        self.kept: OrderedDict[int, Request] = OrderedDict()  # over, with pages; least used first
+        self.suspects: list[Request] = []  # took part in a step that failed; run alone
+        self._free = list(range(rows))
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._serial = itertools.count()
+        self.stopping: list[int] = []  # rows that the device believes to run
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """It waits for its turn; one that lost its place comes before all younger ones."""
+        request.phase = Phase.WAITING
+        heapq.heappush(self._waiting, (request.order, next(self._serial), request))
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Who waits, first come first."""
+        found = (r for *_, r in sorted(self._waiting, key=lambda w: w[:2]))
+        return list(dict.fromkeys(r for r in found if r.phase is Phase.WAITING))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self.active) or self._next() is not None
+
+    def needed(self, request: Request) -> int:
+        """Pages it can come to hold."""
+        return self.pages.needed(request.cap) if self.pages.count else 0
+
+    def leave(self, request: Request, *, stop: bool, remember: bool = True) -> None:
+        """Its row is free again, and its pages are, but for those remembered by content.
+
+        Args:
+          request: with a row or without.
+          stop: the device does not know yet that the row runs no more.
+          remember: whether what its pages hold can be trusted.
+        """
+        if request.row is not None:
+            self._vacate(request, stop)
+            if remember:
+                self.remember(request)
+        self.forget(request)
+
+    def _vacate(self, request: Request, stop: bool) -> None:
+        row, request.row = request.row, None
+        assert row is not None
+        del self.active[row]
+        heapq.heappush(self._free, row)
+        if stop:
+            self.stopping.append(row)
+
+    def forget(self, request: Request) -> None:
+        """Its pages, and what was kept of it, are free."""
+        self.pages.drop(request.pages)
+        request.pages, request.read, request.memory = [], 0, None
+        request.marks, request.saved = [], {}
+        self.kept.pop(request.number, None)
+
+    def keep(self, request: Request, memory: Any, *, stop: bool) -> None:
+        """Its row is free; the pages in use stay with it until they are needed elsewhere."""
+        self._vacate(request, stop)
+        self.remember(request)
+        self.trim(request, request.read)
+        request.memory = memory
+        self.kept[request.number] = request
+
+    def trim(self, request: Request, positions: int) -> None:
+        """It goes back to its first ``positions`` positions; pages past them are free."""
+        held = self.pages.needed(positions) if self.pages.count else 0
+        self.pages.drop(request.pages[held:])
+        del request.pages[held:]
+        request.read = positions
+
+    def preempt(self, request: Request) -> None:
+        """It loses its place; what it computed is remembered as long as there is room."""
+        self.leave(request, stop=True)
+        request.preemptions += 1
+        request.settle()
+        self.add(request)
+
+    def remember(self, request: Request) -> None:
+        """Its full pages can be found by content from now on, and its checkpoints with them."""
+        if not self.prefixes:
+            return
+        full = self.cache.full(request.read)
+        nodes = self.cache.insert(request.ids, request.pages[:full])
+        for position, memory in list(request.saved.items()):
+            number = position // self.pages.size
+            if number <= full:
+                self.cache.keep(nodes[number - 1], memory)
+                del request.saved[position]
+
+    # ------------------------------------------------------------------ pages
+
+    def _reserve(self, count: int, spare: int = 0) -> list[int] | None:
+        """``count`` pages, with ``spare`` more left over; None if that cannot be had."""
+        pages, wanted = self.pages, count + spare
+        if pages.free < wanted:
+            if pages.free + self.cache.evictable() < wanted:
+                while self.kept and pages.free + self.cache.evictable() < wanted:
+                    self.forget(next(iter(self.kept.values())))
+                if pages.free + self.cache.evictable() < wanted:
+                    return None
+            self.cache.evict(wanted - pages.free)
+        return pages.take(count)
+
+    def _cover(self, request: Request, positions: int) -> bool:
+        """Pages for the first ``positions`` positions."""
+        need = self.pages.needed(positions) - len(request.pages)
+        if not self.pages.count or need <= 0:
+            return True
+        pages = self._reserve(need)
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
+    # ------------------------------------------------------------------ one step
+
+    def plan(self) -> Work:
+        """What the next step does. Rows and pages are given and taken here."""
+        work = Work()
+        alone = self.suspect()
+        rows = sorted(self.active.values(), key=lambda r: r.order)
+        running = [r for r in rows if r.phase is Phase.RUNNING and alone in (None, r)]
+        for request in running:
+            reach = min(len(request.ids) + request.pending + self.lookahead, request.cap)
+            while request.row is not None and not self._cover(request, reach):
+                # The youngest goes, perhaps the one that asks. The oldest fits when it is alone.
+                self.preempt(self._youngest())
+        work.running = [r for r in running if r.row is not None]
+        left = self.budget
+        for request in rows:
+            if request.row is not None and request.phase is Phase.READING:
+                if alone in (None, request):
+                    left -= self._read(work, request, left)
+        if alone is not None:
+            if alone.row is None:
+                self._waiting = [w for w in self._waiting if w[2] is not alone]
+                while not self._admit(work, alone, 0):
+                    self.preempt(self._youngest())
+                self._read(work, alone, left)
+        else:
+            while left > 0 and (request := self._next()) is not None:
+                # Each that runs may soon want one page more.
+                spare = sum(r.phase is Phase.RUNNING for r in self.active.values())
+                if not self._admit(work, request, spare):
+                    break
+                heapq.heappop(self._waiting)
+                left -= self._read(work, request, left)
+        work.stopped, self.stopping = self.stopping, []
+        return work
+
+    def _read(self, work: Work, request: Request, left: int) -> int:
+        """Read on in its text, up to the next checkpoint."""
+        ends = [request.goal, *(m for m in request.marks if m > request.read)]
+        count = max(0, min(left, self.chunk, min(ends) - request.read))
+        if count:
+            work.reading.append((request, count))
+        return count
+
+    def _admit(self, work: Work, request: Request, spare: int) -> bool:
+        """Give it a row, and the pages of its text and first round, if they can be had."""
+        if not self._free:
+            return False
+        was_kept = self.kept.pop(request.number, None) is not None  # or it might be forgotten below
+        memory, reused = request.memory, request.read
+        if not reused and self.prefixes:
+            reused, memory = self._match(request)
+        if not self.pages.count:
+            copies: list[tuple[int, int]] | None = []
+        else:
+            copies = self._provide(request, reused, spare)
+        if copies is None:
+            if was_kept:
+                self.kept[request.number] = request
+            else:
+                self.forget(request)
+            return False
+        work.copies += copies
+        row = heapq.heappop(self._free)
+        self.active[row] = request
+        request.row, request.phase, request.memory = row, Phase.READING, None
+        request.read, request.reused = reused, request.reused + reused
+        work.admitted.append(Admission(request, memory))
+        return True
+
+    def _match(self, request: Request) -> tuple[int, Any]:
+        """Hold the known pages that begin its text; at least one position is left to run."""
+        size = self.pages.size
+        most = (request.goal - 1) // size
+        path = self.cache.match(request.ids, most)
+        usable, memory = len(path), None
+        if self.checkpointed:
+            while usable and path[usable - 1].checkpoint is None:
+                usable -= 1
+            memory = path[usable - 1].checkpoint if usable else None
+            if self.cache.checkpoints:
+                # Where others got to, and where this text could be met again.
+                request.marks = sorted(n * size for n in {len(path), most} if n > usable)
+        request.pages = [node.page for node in path[:usable]]
+        self.pages.share(request.pages)
+        return usable * size, memory
+
+    def _provide(self, request: Request, reused: int, spare: int) -> list[tuple[int, int]] | None:
+        """Pages to run the text after ``reused`` positions; the copies to make, None: no room."""
+        pages, mine = self.pages, request.pages
+        # What is written from here on must be in pages of nobody else.
+        first = max(reused - self.cache.overlap, 0) // pages.size
+        split = [n for n in range(first, len(mine)) if pages.held[mine[n]] > 1]
+        reach = max(request.goal, min(request.goal + self.lookahead, request.cap))
+        more = max(pages.needed(reach) - len(mine), 0)
+        got = self._reserve(more + len(split), spare)
+        if got is None:
+            return None
+        copies = []
+        for number in split:
+            copies.append((mine[number], got.pop()))
+            pages.drop([mine[number]])
+            mine[number] = copies[-1][1]
+        mine.extend(got)
+        return copies
+
+    def _youngest(self) -> Request:
+        return max(self.active.values(), key=lambda r: r.order)
+
+    def _next(self) -> Request | None:
+        """The first who waits."""
+        while self._waiting and self._waiting[0][2].phase is not Phase.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def suspect(self) -> Request | None:
+        """Who runs alone, if anybody has to."""
+        self.suspects = [r for r in self.suspects if not r.finished]
+        return self.suspects[0] if self.suspects else None
+
+    # ------------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Every page is free or held by whom its count says; every row has one request or none.
+
+        Raises:
+          AssertionError: it is not so.
+        """
+        holders = [*self.active.values(), *self.kept.values()]
+        self.pages.check([self.cache.held(), *(r.pages for r in holders)])
+        self.cache.check()
+        assert sorted([*self._free, *self.active]) == list(range(self.rows)), self._free
+        for row, request in self.active.items():
+            assert request.row == row and request.phase in (Phase.READING, Phase.RUNNING), request
+            if self.pages.count:
+                assert len(request.pages) >= self.pages.needed(request.read), request
+                first = max(request.read - self.cache.overlap, 0) // self.pages.size
+                shared = [p for p in request.pages[first:] if self.pages.held[p] != 1]
+                assert not shared, f"{request} would write pages {shared}"
+        for number, request in self.kept.items():
+            assert request.row is None and request.number == number
+            assert request.phase in (Phase.DONE, Phase.WAITING), request
+        for request in self.waiting:
+            assert request.row is None and (request.number in self.kept or not request.pages)

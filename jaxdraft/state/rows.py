@@ -1,0 +1,189 @@
+"""Rows of a batched state: take some of them, run those, put them back.
+
+A leaf whose first axis is the batch belongs to the rows; every other leaf (the pages of a pool) is
+shared. Which is which is seen by asking for the same state with one row more, so it works for the
+state of any target and any drafter.
+
+The engine decides on the host which row owns which page. The pools of its state are *hosted*: their
+own stacks are empty, so nothing inside a program ever takes a page, and between steps their tables
+are blank. :func:`seat` lends the rows of one step their pages, :func:`unseat` takes them back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxdraft.base import NO_PAGE
+from jaxdraft.state.paged import PagedPool
+from jaxdraft.state.ring import Ring
+
+Layout = tuple[bool, ...]
+"""For every leaf, whether it belongs to the rows. Hashable: a static argument of programs."""
+
+State = TypeVar("State")
+
+
+def layout(make: Callable[[int], Any], batch: int) -> Layout:
+    """Which leaves of ``make(batch)`` have a row a batch row. Nothing is allocated."""
+    one, more = (jax.eval_shape(functools.partial(make, b)) for b in (batch, batch + 1))
+
+    def of(a: Any, b: Any) -> Any:
+        if not _is_pool(a):
+            return a.shape[:1] == (batch,) and b.shape[:1] == (batch + 1,)
+        shared = jax.tree.map(lambda _: False, a)
+        return replace(shared, table=True, length=True)
+
+    return tuple(jax.tree.leaves(jax.tree.map(of, one, more, is_leaf=_is_pool)))
+
+
+def take(state: State, where: Layout, rows: jax.Array) -> State:
+    """The rows ``rows`` [R] int32 as a batch of R, around the same shared leaves.
+
+    Ids past the end give the last row: who asks for such must not let it run.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    picked = (
+        jnp.take(x, rows, axis=0, mode="clip") if mine else x
+        for x, mine in zip(leaves, where, strict=True)
+    )
+    return jax.tree.unflatten(tree, picked)
+
+
+def put(state: State, part: State, where: Layout, rows: jax.Array) -> State:
+    """``part`` becomes the rows ``rows`` [R]; ids past the end are dropped, shared leaves taken."""
+    leaves, tree = jax.tree.flatten(state)
+    new = (
+        x.at[rows].set(y, mode="drop") if mine else y
+        for x, y, mine in zip(leaves, jax.tree.leaves(part), where, strict=True)
+    )
+    return jax.tree.unflatten(tree, new)
+
+
+def own(state: Any, where: Layout) -> tuple[jax.Array, ...]:
+    """The leaves of ``state`` that belong to its rows: what a checkpoint keeps."""
+    return tuple(x for x, mine in zip(jax.tree.leaves(state), where, strict=True) if mine)
+
+
+def with_own(state: State, where: Layout, leaves: tuple[jax.Array, ...]) -> State:
+    """``state`` with other leaves of its rows."""
+    olds, tree = jax.tree.flatten(state)
+    new = iter(leaves)
+    return jax.tree.unflatten(
+        tree, [next(new) if mine else x for x, mine in zip(olds, where, strict=True)]
+    )
+
+
+# --------------------------------------------------------------------------- hosted pools
+
+
+def hosted(state: State) -> State:
+    """The state of pools that a host governs: nothing is free, nobody owns anything.
+
+    Raises:
+      ValueError: a pool is dense, its rows bound to their pages.
+    """
+
+    def host(pool: Any) -> Any:
+        if pool.dense:
+            raise ValueError(
+                "a state holds a pool of one page a row, whose rows cannot be taken apart: give "
+                "its target or drafter an init_pool"
+            )
+        pool = replace(pool, free_count=jnp.zeros((), jnp.int32))
+        return replace(pool, table=pool.table[:, :0]) if isinstance(pool, PagedPool) else pool
+
+    return _pools(host, state)
+
+
+def seat(state: State, table: jax.Array, rings: jax.Array) -> State:
+    """Lend the rows of a state their pages.
+
+    Args:
+      state: B rows.
+      table: [B, M] int32, of every paged pool.
+      rings: [B] int32: ring r is pages ``r * R .. r * R + R - 1`` of every ring's pages.
+    """
+
+    def lend(pool: Any) -> Any:
+        if isinstance(pool, PagedPool):
+            return replace(pool, table=table)
+        columns = pool.table.shape[1]
+        pages = rings[:, None] * columns + jnp.arange(columns, dtype=jnp.int32)[None]
+        return replace(pool, table=jnp.where(pages < pool.pages, pages, NO_PAGE))
+
+    return _pools(lend, state)
+
+
+def unseat(state: State) -> State:
+    """Take the pages back."""
+    return _pools(
+        lambda p: replace(p, table=p.table[:, :0]) if isinstance(p, PagedPool) else p, state
+    )
+
+
+def copy_pages(state: State, source: jax.Array, to: jax.Array) -> State:
+    """Copy pages ``source`` [C] of every paged pool onto pages ``to`` [C]; NO_PAGE drops."""
+
+    def copy(pages: jax.Array) -> jax.Array:
+        return pages.at[to].set(jnp.take(pages, source, axis=0, mode="clip"), mode="drop")
+
+    def each(pool: Any) -> Any:
+        if not isinstance(pool, PagedPool):
+            return pool
+        keys, values = tuple(map(copy, pool.keys)), tuple(map(copy, pool.values))
+        return replace(pool, keys=keys, values=values)
+
+    return _pools(each, state)
+
+
+def ring_contents(state: Any) -> tuple[jax.Array, ...]:
+    """Keys and values of every ring of a seated state of one row: [R, G, Z, H] each."""
+    rings = [p for p in _found(state) if isinstance(p, Ring)]
+    return tuple(
+        jnp.take(pages, ring.table[0], axis=0, mode="clip")
+        for ring in rings
+        for pages in (*ring.keys, *ring.values)
+    )
+
+
+def with_ring_contents(state: State, contents: tuple[jax.Array, ...]) -> State:
+    """Write what :func:`ring_contents` gave into the rings of a seated state of one row."""
+    parts = iter(contents)
+
+    def fill(pool: Any) -> Any:
+        if not isinstance(pool, Ring):
+            return pool
+        into = pool.table[0]
+        keys = tuple(k.at[into].set(next(parts), mode="drop") for k in pool.keys)
+        values = tuple(v.at[into].set(next(parts), mode="drop") for v in pool.values)
+        return replace(pool, keys=keys, values=values)
+
+    return _pools(fill, state)
+
+
+def has_pages(state: Any) -> bool:
+    """Whether any paged pool of the state keeps something: else its rows own no page."""
+    return any(isinstance(p, PagedPool) and p.keys for p in _found(state))
+
+
+def has_rings(state: Any) -> bool:
+    """Whether the state has rings, whose contents a checkpoint must keep."""
+    return any(isinstance(p, Ring) and p.keys for p in _found(state))
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, PagedPool | Ring)
+
+
+def _found(state: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_pool) if _is_pool(x)]
+
+
+def _pools(change: Callable[[Any], Any], state: State) -> State:
+    return jax.tree.map(lambda x: change(x) if _is_pool(x) else x, state, is_leaf=_is_pool)
