@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jaxdraft.state.budget import Fixed, Mirrored, Windowed
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.recurrent import Recurrent
 from jaxdraft.state.ring import Ring
-from jaxdraft.testing import TableTarget, tiny_model, tiny_target
+from jaxdraft.testing import TableTarget, tiny_model, tiny_target, tiny_target_config
 from tests.paths import ARTIFACTS
 
 
@@ -64,6 +65,21 @@ def test_a_plan_is_what_the_pools_allocate(kind: str, size: int) -> None:
     # The drafter's embedding and head are the target's own arrays.
     own = nbytes(model.drafter.backbone)
     assert terms["weights"] == nbytes(model.target) + own
+
+
+@pytest.mark.parametrize(("size", "context"), [(4, 256), (16, 256), (16, 20)])
+def test_windowed_layers_are_billed_as_they_are_allocated(size: int, context: int) -> None:
+    """Two layers of a window of 12 beside one that sees everything, and a context that is short."""
+    shape = tiny_target_config().attention
+    assert shape is not None
+    layers: Any = ("sliding", "attention", "sliding")
+    target = tiny_target(layers=layers, sliding=dataclasses.replace(shape, window=12), taps=())
+    found = plan(jaxdraft.Model.of(target), pages=7, max_batch=3, context=context, page_size=size)
+    state = target.init_pool(3, pages=found.pages, page_size=size, columns=found.row_pages)
+    assert state.sliding is not None and state.sliding.table.shape == (3, found.window_pages)
+    terms = {term.name: term.bytes for term in found.terms}
+    assert terms["windowed layers"] == nbytes((state.sliding.keys, state.sliding.values))
+    assert terms["target pages"] == nbytes((state.pool.keys, state.pool.values))
 
 
 def test_the_same_memory_gives_the_same_pages() -> None:
@@ -124,6 +140,7 @@ def test_a_drafter_of_your_own_is_billed_by_its_init() -> None:
         "qwen35_paged_bf16_dspark",
         "qwen35_paged_fp16_mtp",
         "qwen3_fp32_cpu",  # dense, no drafter
+        "sliding_qwen3_paged_fp16",
     ],
 )
 def test_a_folder_plans_like_the_model_in_it(name: str) -> None:

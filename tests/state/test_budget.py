@@ -16,6 +16,7 @@ from jaxdraft.state.budget import (
     Fixed,
     Mirrored,
     Plan,
+    Sliding,
     Windowed,
     check_slots,
     divide,
@@ -95,6 +96,44 @@ def test_a_large_model_in_48_gib() -> None:
     assert plan.row_pages == 16_384 and plan.rows == 0  # not one row of 262144 fits
     half = divide(costs, memory="64GiB", **{**options, "context": 65_536})
     assert half.pages == 13_287 and half.row_pages == 4096 and half.rows == 3
+
+
+def test_windowed_layers_cost_the_same_under_any_context() -> None:
+    """24 layers of a window of 4096 beside 8 that see everything, two rows, 128 fed at once."""
+    wide = Cache(layers=24, kv_heads=8, head_dim=128, itemsize=2)
+    costs = Costs(
+        weights=0,
+        target=Cache(layers=8, kv_heads=8, head_dim=128, itemsize=2),
+        sliding=Sliding(cache=wide, window=4096, rows=128),
+    )
+    for context in (8192, 131_072):
+        plan = divide(costs, memory="4GiB", max_batch=2, context=context, page_size=256)
+        (windows,) = (t for t in plan.terms if t.name == "windowed layers")
+        # ceil((4096 + 128) / 256) + 1 = 18 pages a row of 2 * 24 * 256 * 8 * 128 * 2 bytes.
+        assert (windows.count, windows.each) == (2 * 18, 25_165_824)
+        assert windows.why == "2 rows of ceil((4096 + 128) / 256) + 1 = 18 pages"
+        # What is left is for the eight layers alone: 2 * 8 * 256 * 8 * 128 * 2 bytes a page.
+        assert plan.page_bytes == 8_388_608
+        assert plan.pages == (4 * 2**30 - 36 * 25_165_824) // 8_388_608 == 404
+    # A context shorter than the window: ceil((1024 + 128) / 256) pages hold it whole.
+    short = divide(costs, memory="4GiB", max_batch=2, context=1000, page_size=256)
+    (windows,) = (t for t in short.terms if t.name == "windowed layers")
+    assert windows.count == 2 * 5 and windows.why == "2 rows of ceil((1024 + 128) / 256) = 5 pages"
+    with pytest.raises(ValueError, match="windowed layers: 905969664 bytes needed"):
+        divide(costs, memory="64MiB", max_batch=2, context=8192, page_size=256)
+
+
+def test_a_target_of_windows_alone_needs_no_other_pages() -> None:
+    """Memory limits its rows and never their length."""
+    costs = Costs(
+        weights=1000,
+        target=Cache(layers=0, kv_heads=1, head_dim=1, itemsize=2),
+        sliding=Sliding(cache=TARGET, window=32, rows=16),
+    )
+    plan = cut(costs, memory=1000 + 2 * 4 * 65536, max_batch=2, context=10**6)
+    assert plan.left == 0 and plan.rows == 2 and plan.page_bytes == 0
+    with pytest.raises(ValueError, match="windowed layers: 524288 bytes"):
+        cut(costs, memory=999 + 2 * 4 * 65536, max_batch=2, context=10**6)
 
 
 def test_a_full_attention_drafter_is_billed_per_target_page() -> None:
