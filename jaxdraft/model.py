@@ -119,18 +119,24 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     packed: bool = False,
+    drafter: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
-    """Read an artifact of onnxruntime-genai's model builder.
+    """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
 
     Everything is checked before any array is allocated: the configuration, both graphs node by
-    node, file sizes, and what target and drafter must agree on.
+    node or every tensor of the checkpoint, file sizes, and what target and drafter must agree on.
 
     Args:
-      folder: holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a tokenizer.
+      folder: an artifact holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a
+        tokenizer. A checkpoint holds ``config.json`` and safetensors of a target, or a folder
+        ``target`` that does, with block drafters in folders ``dflash2`` and ``dspark``; see
+        :func:`jaxdraft.checkpoint.save`.
       dtype: of the weights and activations; default: the artifact's own.
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
         product, to the same numbers. Head, embedding and experts are dequantized on load always.
+      drafter: which drafter of a checkpoint: its kind, "none", or its folder; default: the first
+        there is of DFlash2, DSpark and MTP. An artifact has one at most.
       progress: called with (bytes done, bytes in all, what is being read).
 
     Returns:
@@ -139,15 +145,33 @@ def load(
     Raises:
       ArtifactError: a ``ValueError`` that names the file and the tensor, node or key, and says what
         was found and what was expected.
+      ValueError: an argument that this kind of folder has no use for.
     """
-    from convert import load_artifact  # the converter depends on this package, not the reverse
+    # The converter depends on this package, not the reverse.
+    from convert import load_artifact
+    from convert.checkpoint import is_checkpoint, load_checkpoint
 
+    if is_checkpoint(folder):
+        if packed:
+            raise ValueError("packed is True; a checkpoint has no packed matrices")
+        loaded = load_checkpoint(folder, drafter=drafter, dtype=dtype, progress=progress)
+        return assemble(loaded, loaded.folder, name=Path(folder).resolve().name)
+    if drafter is not None:
+        raise ValueError(
+            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
+        )
     loaded = load_artifact(folder, dtype=dtype, packed=packed, progress=progress)
     return assemble(loaded, Path(folder))
 
 
-def assemble(loaded: Any, folder: Path) -> Model:
-    """The model of what the converter read."""
+def assemble(loaded: Any, folder: Path, *, name: str | None = None) -> Model:
+    """The model of what the converter read.
+
+    Args:
+      loaded: a ``convert.Loaded``.
+      folder: where the tokenizer is.
+      name: for people; default: that of ``folder``.
+    """
     from jaxdraft.draft.block import BlockDrafter
     from jaxdraft.draft.mtp import MtpDrafter
     from jaxdraft.nn.decoder import DecoderTarget
@@ -171,7 +195,7 @@ def assemble(loaded: Any, folder: Path) -> Model:
             drafter = BlockDrafter(backbone=loaded.drafter, **shared)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     info = ModelInfo(
-        name=folder.resolve().name,
+        name=name or folder.resolve().name,
         stop_ids=tuple(loaded.eos_token_ids),
         context_length=loaded.context_length,
         drafter=loaded.drafter_kind or "none",

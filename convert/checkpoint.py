@@ -1,0 +1,397 @@
+"""Checkpoint folders (``config.json`` and safetensors) -> Flax modules, without ONNX.
+
+As strict as the reading of artifacts: every tensor is accounted for, and everything is checked
+before the first array is allocated. The numbers are those that exporting the same checkpoint in
+float32 and converting the artifact gives (rotary tables of targets to the last place of float32).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from convert.artifact import CONFIG as ARTIFACT
+from convert.build import abstract, check, fill, split
+from convert.errors import ArtifactError, Problems
+from convert.graph import FLOATS, DataFiles, Tensor
+from convert.hub_config import CONFIG, BlockFacts, TargetFacts, read_block, read_target
+from convert.load import Loaded, stored_bytes
+from convert.parts import Recipes
+from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
+from convert.plan import Shell
+from convert.shards import read_json, read_tensors
+from jaxdraft.checkpoint.files import INDEX, SINGLE
+from jaxdraft.checkpoint.forms import Form, decode
+from jaxdraft.checkpoint.layout import (
+    MTP,
+    ROTARY,
+    TARGET,
+    VISION,
+    Entry,
+    Part,
+    block_layout,
+    mtp_layout,
+    target_layout,
+)
+from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.dflash2 import DFlash2
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.mtp import Mtp
+
+GENERATION = "generation_config.json"
+
+_MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
+_HEADS = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
+"""What the names of the tensors begin with that only this kind of drafter has."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+Array = np.ndarray
+Tensors = Mapping[str, Tensor]
+Tables = Callable[[], tuple[Array, Array]]
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a checkpoint and no ONNX artifact."""
+    folder = Path(folder)
+    if (folder / ARTIFACT).exists():
+        return False
+    return (folder / CONFIG).is_file() or (folder / TARGET / CONFIG).is_file()
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    drafter: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Loaded:
+    """Read the checkpoint of a target, and of one of its drafters.
+
+    Args:
+      folder: holds ``config.json`` and ``model.safetensors`` (or shards and their index) of the
+        target, or a folder ``target`` that does. Block drafters are looked for in folders
+        ``dflash2`` and ``dspark`` beside or inside it; a multi-token-prediction head lies in the
+        target's own files.
+      drafter: "dflash2", "dspark", "mtp" or "none"; or the folder of a block drafter. Default: the
+        first of these that is there.
+      dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
+        stored one, for the target and for the drafter on its own.
+      progress: called with (stored bytes read, stored bytes in all, the parameter just made).
+
+    Raises:
+      ArtifactError: with every problem found.
+      ValueError: there is no such drafter, or ``dtype`` is not one that is supported.
+    """
+    if dtype is not None and np.dtype(dtype).name not in _DTYPES:
+        raise ValueError(f"dtype {np.dtype(dtype).name!r} is not one of {', '.join(_DTYPES)}")
+    folder = Path(folder)
+    files = DataFiles(folder)
+    try:
+        return _load(folder, drafter, dtype, files, progress)
+    finally:
+        files.close()
+
+
+def _load(
+    folder: Path,
+    drafter: str | Path | None,
+    dtype: DTypeLike | None,
+    files: DataFiles,
+    progress: Callable[[int, int, str], None] | None,
+) -> Loaded:
+    home = folder if (folder / CONFIG).is_file() else folder / TARGET
+    with _problems_of(home, folder) as problems:
+        body, tensors = read_json(home, CONFIG), read_tensors(home, files)
+        stored_head = "lm_head.weight" in tensors
+        target = read_target(body, head_stored=stored_head, problems=problems)
+        stop_ids = _stop_ids(home, target)
+        layout = target_layout(target.config, target.family)
+        head = [] if target.mtp is None else mtp_layout(target.mtp)
+        aside = (VISION,) if target.family.composite else ()
+        _check_tensors([*layout, *head], tensors, _file(home), aside, problems)
+    chosen = _choose(drafter, home, folder, target)
+    config, shells = target.config, {}
+    compute = _dtype(dtype, target.dtype, tensors, layout[0])
+    kind: DrafterKind | None = None
+    block: _Block | None = None
+    if isinstance(chosen, Path):
+        block = _read_block(chosen, folder, config, files)
+        kind = block.facts.config.kind
+        config = dataclasses.replace(config, taps=block.facts.taps)
+    elif chosen is not None:
+        kind = chosen
+        config = dataclasses.replace(config, hidden_states=True)
+    rotary = config.attention.rotary_dim if config.attention else 0
+    tables = functools.cache(lambda: target.rope.target_tables(config.context_length, rotary))
+    shells["target"] = _shell(Decoder, config, layout, tensors, tables, compute, _file(home))
+    described: DrafterConfig | None = None
+    if block is not None:
+        described, rope = block.facts.config, block.facts.rope
+        wide = described.attention.rotary_dim
+        own = functools.cache(lambda: rope.tables(config.context_length, wide))
+        narrow = _dtype(dtype, block.facts.dtype, block.tensors, block.layout[0])
+        shells["drafter"] = _shell(
+            _MODULES[described.kind],
+            described,
+            block.layout,
+            block.tensors,
+            own,
+            narrow,
+            _file(block.folder),
+        )
+    elif kind is not None:
+        assert target.mtp is not None
+        described = target.mtp
+        shells["drafter"] = _shell(Mtp, described, head, tensors, tables, compute, _file(home))
+    frozen, stored, weights = _fill(shells, progress)
+    return Loaded(
+        target_config=config,
+        target=frozen["target"],
+        drafter_kind=kind,
+        drafter_config=described,
+        drafter=frozen.get("drafter"),
+        eos_token_ids=stop_ids,
+        bos_token_id=target.bos_token_id,
+        pad_token_id=target.pad_token_id,
+        context_length=config.context_length,
+        model_type=target.family.model_type,
+        vocab_size=config.vocab_size,
+        page_size=None,
+        max_batch=None,
+        folder=home,
+        stored_bytes=stored,
+        weight_bytes=weights,
+    )
+
+
+# ---------------------------------------------------------------------------------------- folders
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block drafter's folder, read and checked."""
+
+    folder: Path
+    facts: BlockFacts
+    layout: Sequence[Entry]
+    tensors: Tensors
+
+
+def _choose(
+    drafter: str | Path | None, home: Path, folder: Path, target: TargetFacts
+) -> Path | DrafterKind | None:
+    """The folder of a block drafter, or "mtp", or None."""
+    bases = [folder, home, *([home.parent] if home.resolve().name == TARGET else [])]
+    found: dict[str, Path] = {}
+    for kind in _HEADS:
+        for base in bases:
+            if (base / kind / CONFIG).is_file():
+                found.setdefault(kind, base / kind)
+    if drafter is None:
+        return next(iter(found.values()), "mtp" if target.mtp is not None else None)
+    if isinstance(drafter, str):
+        if drafter == "none":
+            return None
+        if drafter in found:
+            return found[drafter]
+        if drafter == "mtp" and target.mtp is not None:
+            return "mtp"
+    if (Path(drafter) / CONFIG).is_file():
+        return Path(drafter)
+    names = [*found, *(["mtp"] if target.mtp is not None else []), "none"]
+    raise ValueError(
+        f"drafter is {str(drafter)!r}: there is no such drafter at {folder}, and no {CONFIG} in a "
+        f"folder of that name; expected {', '.join(names)}, or a folder"
+    )
+
+
+def _read_block(path: Path, folder: Path, target: TargetConfig, files: DataFiles) -> _Block:
+    with _problems_of(path, folder) as problems:
+        body, tensors = read_json(path, CONFIG), read_tensors(path, files)
+        kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
+        if len(kinds) != 1:
+            raise ArtifactError(
+                _file(path),
+                "tensors",
+                f"tensors of {' and '.join(kinds) or 'no drafter'}",
+                " or ".join(f"{head}* of {kind}" for kind, head in _HEADS.items()),
+            )
+        facts = read_block(body, kinds[0], target, problems)
+        layout = block_layout(facts.config)
+        _check_tensors(layout, tensors, _file(path), (), problems)
+    return _Block(path, facts, layout, tensors)
+
+
+@contextlib.contextmanager
+def _problems_of(part: Path, folder: Path) -> Generator[Problems]:
+    """Raises the problems of a folder together, its name before those of its files."""
+    problems = Problems()
+    try:
+        yield problems
+    except ArtifactError as error:
+        problems.extend(error.problems)
+    label = "" if part == folder else f"{part.name}/"
+    named = Problems()
+    for p in problems:
+        named.report(f"{label}{p.file}", p.where, p.found, p.expected)
+    named.raise_any()
+
+
+def _file(folder: Path) -> str:
+    """What messages about tensors name."""
+    return INDEX if (folder / INDEX).exists() else SINGLE
+
+
+def _stop_ids(folder: Path, target: TargetFacts) -> tuple[int, ...]:
+    """Of ``generation_config.json``, which runtimes ask first, else of ``config.json``."""
+    if not (folder / GENERATION).is_file():
+        return target.stop_ids
+    value: Any = read_json(folder, GENERATION).get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    vocab = target.config.vocab_size
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
+        raise ArtifactError(
+            GENERATION, "eos_token_id", str(value)[:80], f"token ids in 0..{vocab - 1}"
+        )
+    return tuple(dict.fromkeys(int(i) for i in ids)) or target.stop_ids
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def _check_tensors(
+    layout: Sequence[Entry], tensors: Tensors, file: str, aside: tuple[str, ...], problems: Problems
+) -> None:
+    """The layout's tensors are there, in their shapes, and no others but those put ``aside``."""
+    parts = {part.name: part for entry in layout for part in entry.parts}
+    for name, part in parts.items():
+        tensor = tensors.get(name)
+        wanted = f"shape {list(part.shape)}"
+        if tensor is None:
+            problems.report(file, f"tensor {name}", "nothing", wanted)
+        elif tensor.shape != part.shape:
+            problems.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
+    for name in sorted(tensors.keys() - parts.keys()):
+        if name.startswith(aside):
+            continue
+        hint = ""
+        if name.startswith(MTP):
+            hint = f" ({CONFIG} says mtp_num_hidden_layers is 0)"
+        elif name == "lm_head.weight":
+            hint = f" ({CONFIG} says tie_word_embeddings)"
+        shape = f"shape {list(tensors[name].shape)}"
+        problems.report(tensors[name].file, f"tensor {name}", shape, f"no such tensor{hint}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """A tensor that is not stored as it is; see :class:`jaxdraft.checkpoint.forms.Form`."""
+
+    tensor: Tensor
+    form: Form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def write(self, out: Array) -> None:
+        out[...] = decode(self.tensor.read(), self.form, out.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Numbers that no file holds."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], Array]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def write(self, out: Array) -> None:
+        convert_into(out, self.make())
+
+
+def _piece(part: Part, form: Form, tensors: Tensors) -> Piece:
+    tensor = tensors[part.name]
+    if form is not Form.PLAIN:
+        return Decoded(tensor, form)
+    # A matrix lets go of its pages while it is copied; see Dense.
+    matrix = len(tensor.shape) > 1
+    return Dense.of(tensor, transposed=False) if matrix else Plain(tensor, tensor.shape)
+
+
+def _shell(
+    module: Callable[..., nnx.Module],
+    config: TargetConfig | DrafterConfig,
+    layout: Sequence[Entry],
+    tensors: Tensors,
+    tables: Tables,
+    dtype: DTypeLike,
+    file: str,
+) -> Shell:
+    """The module without numbers, and how each parameter is made."""
+    structure, wanted = split(abstract(module, config, dtype))
+    recipes: Recipes = {}
+    for entry in layout:
+        shape = wanted[entry.path].shape
+        if entry.form is Form.ZERO:
+            zeros = functools.partial(np.zeros, shape, np.float32)
+            recipes[entry.path] = Recipe.of(Made(shape, zeros))
+        else:
+            pieces = [_piece(part, entry.form, tensors) for part in entry.parts]
+            recipes[entry.path] = Recipe.stack(shape, pieces)
+    for i, path in enumerate(ROTARY):
+        table = functools.partial(lambda i: tables()[i], i)
+        recipes[path] = Recipe.of(Made(wanted[path].shape, table))
+    check(file, wanted, recipes)
+    return Shell(structure, wanted, recipes)
+
+
+def _dtype(
+    requested: DTypeLike | None, said: str | None, tensors: Tensors, entry: Entry
+) -> jnp.dtype:
+    """What was asked for, what the configuration says, or what the first matrix is."""
+    if requested is not None:
+        return jnp.dtype(requested)
+    return jnp.dtype(said or FLOATS[tensors[entry.parts[0].name].data_type])
+
+
+def _fill(
+    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
+) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
+    """Frozen modules; stored bytes and bytes of arrays of each."""
+    stored = {name: stored_bytes(shell.recipes) for name, shell in shells.items()}
+    weights = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
+        for name, shell in shells.items()
+    }
+    total, so_far = sum(stored.values()), 0
+
+    def done(nbytes: int, label: str) -> None:
+        nonlocal so_far
+        so_far += nbytes
+        if progress is not None:
+            progress(so_far, total, label)
+
+    frozen = {
+        name: fill(shell.structure, shell.wanted, shell.recipes, done)
+        for name, shell in shells.items()
+    }
+    return frozen, stored, weights

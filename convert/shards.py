@@ -1,0 +1,133 @@
+"""The safetensors files of a checkpoint: names, shapes and places of its tensors.
+
+The headers are read by the ``safetensors`` library, which checks them against the files; the
+numbers stay on disk, mapped, until they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from convert.errors import ArtifactError
+from convert.graph import BFLOAT16, FLOAT, FLOAT16, DataFiles, Place, Tensor
+from convert.paths import contained
+from jaxdraft.checkpoint.files import INDEX, SINGLE
+
+_TYPES = {"F32": FLOAT, "F16": FLOAT16, "BF16": BFLOAT16}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_JSON_BYTES = 1 << 26
+
+
+def read_tensors(folder: Path, files: DataFiles) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in ``folder``, by name.
+
+    Args:
+      folder: holds ``model.safetensors``, or shards and their index.
+      files: where maps are kept.
+
+    Raises:
+      ArtifactError: a file is missing, is not what it says, or leaves the folder; the index and
+        the shards disagree; a tensor is of no float type that is supported.
+    """
+    single, index = (folder / name for name in (SINGLE, INDEX))
+    if single.exists() and index.exists():
+        raise ArtifactError(folder.name, SINGLE, f"and {INDEX} beside it", "one of the two")
+    if not index.exists():
+        return _read_shard(locate(folder, SINGLE, folder.name, "weights"), SINGLE, files)
+    weight_map = _weight_map(folder)
+    shards: dict[str, dict[str, Tensor]] = {}
+    for file in sorted(set(weight_map.values())):
+        shards[file] = _read_shard(locate(folder, file, INDEX, "weight_map"), file, files)
+    found = {name: file for file, shard in shards.items() for name in shard}
+    for file, shard in shards.items():
+        for name in sorted(shard.keys() - {n for n, f in weight_map.items() if f == file}):
+            raise ArtifactError(file, f"tensor {name}", "a tensor", f"none, as {INDEX} says")
+    for name, file in sorted(weight_map.items()):
+        if name not in found:
+            raise ArtifactError(INDEX, f"weight_map, {name}", f"no such tensor in {file}", "one")
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def read_json(folder: Path, name: str) -> Mapping[str, object]:
+    """The object in a JSON file of ``folder``.
+
+    Raises:
+      ArtifactError: there is no such file, or it holds something else.
+    """
+    path = locate(folder, name, folder.name, name)
+    size = path.stat().st_size
+    if size > _MAX_JSON_BYTES:
+        raise ArtifactError(name, "size", f"{size} bytes", f"at most {_MAX_JSON_BYTES}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(name, "content", str(error)[:120], "JSON") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(name, "content", type(value).__name__, "an object")
+    return value
+
+
+def locate(folder: Path, location: str, file: str, where: str) -> Path:
+    """The regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
+
+    One link out of the folder is followed: a snapshot of the Hugging Face cache,
+    ``models--x/snapshots/revision``, consists of links into ``models--x/blobs``.
+    """
+    real = Path(os.path.realpath(folder))
+    path = real / location
+    plain = bool(location) and os.path.basename(location) == location and "\0" not in location
+    if plain and real.parent.name == "snapshots" and path.is_symlink():
+        blob = Path(os.path.realpath(path))
+        if blob.parent == real.parent.parent / "blobs" and blob.is_file():
+            return blob
+    return contained(folder, location, file, where)
+
+
+def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return result
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    value = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(value, dict) or not value:
+        raise ArtifactError(INDEX, "weight_map", type(value).__name__, "an object with entries")
+    for name, file in value.items():
+        if not isinstance(file, str):
+            raise ArtifactError(INDEX, f"weight_map, {name}", repr(file)[:80], "the name of a file")
+    return value
+
+
+def _read_shard(path: Path, file: str, files: DataFiles) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            # In the order in which they lie in the file, without gaps: the library has checked.
+            facts = []
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                facts.append((name, part.get_dtype(), tuple(part.get_shape())))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(file, "header", str(error)[:200], "a safetensors file") from error
+    with open(path, "rb") as opened:
+        offset = 8 + int.from_bytes(opened.read(8), "little")
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape in facts:
+        if dtype not in _TYPES:
+            raise ArtifactError(file, f"tensor {name}", dtype, f"one of {', '.join(_TYPES)}")
+        length = math.prod(shape) * _BYTES[dtype]
+        place = Place(path, file, offset, length)
+        tensors[name] = Tensor(name, _TYPES[dtype], shape, file, place, None, files)
+        offset += length
+    if offset != files.size(path):
+        raise ArtifactError(file, "size", f"{files.size(path)} bytes", f"{offset}")
+    return tensors

@@ -1,0 +1,346 @@
+"""``config.json`` of a target and of a block drafter: descriptions -> what the file says.
+
+What a layout cannot say is a ``ValueError`` here, before anything is written. The other direction
+is :mod:`convert.hub_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxdraft.checkpoint.layout import (
+    LLAMA,
+    QWEN3,
+    QWEN35,
+    QWEN35_MOE,
+    VISION,
+    Family,
+)
+from jaxdraft.checkpoint.rotary import Rope
+from jaxdraft.config import (
+    AttentionConfig,
+    BlockDrafterConfig,
+    MlpConfig,
+    MoeConfig,
+    MtpConfig,
+    TargetConfig,
+)
+
+Json = dict[str, Any]
+
+TOWER = {
+    "depth": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "in_channels": 3,
+    "intermediate_size": 64,
+    "model_type": "qwen3_5_vision",
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+"""The smallest vision tower. The architecture has one, and its classes do not load without."""
+
+
+def vision_tower(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of :data:`TOWER`, all zero: text never meets them."""
+    width, inner = TOWER["hidden_size"], TOWER["intermediate_size"]
+    merged = width * TOWER["spatial_merge_size"] ** 2
+    patch = TOWER["patch_size"]
+    vectors = {
+        "blocks.0.attn.proj.bias": width,
+        "blocks.0.attn.qkv.bias": 3 * width,
+        "blocks.0.mlp.linear_fc1.bias": inner,
+        "blocks.0.mlp.linear_fc2.bias": width,
+        "blocks.0.norm1.bias": width,
+        "blocks.0.norm1.weight": width,
+        "blocks.0.norm2.bias": width,
+        "blocks.0.norm2.weight": width,
+        "merger.linear_fc1.bias": merged,
+        "merger.linear_fc2.bias": config.width,
+        "merger.norm.bias": width,
+        "merger.norm.weight": width,
+        "patch_embed.proj.bias": width,
+    }
+    matrices = {
+        "blocks.0.attn.proj.weight": (width, width),
+        "blocks.0.attn.qkv.weight": (3 * width, width),
+        "blocks.0.mlp.linear_fc1.weight": (inner, width),
+        "blocks.0.mlp.linear_fc2.weight": (width, inner),
+        "merger.linear_fc1.weight": (merged, merged),
+        "merger.linear_fc2.weight": (config.width, merged),
+        "patch_embed.proj.weight": (
+            width,
+            TOWER["in_channels"],
+            TOWER["temporal_patch_size"],
+            patch,
+            patch,
+        ),
+        "pos_embed.weight": (TOWER["num_position_embeddings"], width),
+    }
+    tensors = {**{name: (size,) for name, size in vectors.items()}, **matrices}
+    return {f"{VISION}{name}": shape for name, shape in sorted(tensors.items())}
+
+
+def family_of(config: TargetConfig) -> Family:
+    """The architecture whose checkpoints can hold this target.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if not config.softmax:
+        raise ValueError(f"layers are {config.layers}; a checkpoint needs an attention layer")
+    a = config.softmax[0]
+    moe = isinstance(config.mlp, MoeConfig)
+    if a.gated or config.delta_net is not None:
+        return QWEN35_MOE if moe else QWEN35
+    if moe:
+        raise ValueError(
+            f"mlp is {config.mlp}; experts need {QWEN35_MOE.model_type}'s gated layers"
+        )
+    return QWEN3 if a.qk_norm else LLAMA
+
+
+def target_json(
+    config: TargetConfig,
+    family: Family,
+    rope: Rope,
+    *,
+    dtype: str,
+    mtp: MtpConfig | None = None,
+    stop_ids: tuple[int, ...] = (),
+) -> Json:
+    """``config.json`` of a target.
+
+    Args:
+      config: its description.
+      family: from :func:`family_of`.
+      rope: its rotary embedding, of the plain kind.
+      dtype: name of the stored dtype.
+      mtp: description of the multi-token-prediction head stored with it, if one is.
+      stop_ids: tokens that end a sequence.
+
+    Raises:
+      ValueError: the family cannot say what ``config`` says.
+    """
+    a = config.softmax[0]
+    check_target(config, family, rope, mtp)
+    text = {
+        "attention_bias": False,
+        "dtype": dtype,
+        "eos_token_id": _ids(stop_ids),
+        "head_dim": a.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "max_position_embeddings": config.context_length,
+        "num_attention_heads": a.heads,
+        "num_hidden_layers": len(config.layers),
+        "num_key_value_heads": a.kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope.json(),
+        "tie_word_embeddings": config.tied,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+        **_feed_forward_json(config.mlp),
+    }
+    if family is LLAMA:
+        text["mlp_bias"] = False
+    else:
+        text["layer_types"] = [dict(family.kinds)[kind] for kind in config.layers]
+    if config.sliding is not None:
+        # transformers reads layer_types alone; the builder wants to hear of the first such layer.
+        text |= {
+            "max_window_layers": config.layers.index("sliding"),
+            "sliding_window": config.sliding.window,
+            "use_sliding_window": True,
+        }
+    if not family.composite:
+        return {"architectures": [family.architecture], "model_type": family.model_type, **text}
+    text |= _hybrid_json(config, a, rope)
+    text |= {
+        "model_type": f"{family.model_type}_text",
+        "mtp_num_hidden_layers": 0 if mtp is None else 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
+    last = config.vocab_size - 1  # four ids that the class asks for and text never uses
+    return {
+        "architectures": [family.architecture],
+        "dtype": dtype,
+        "image_token_id": last,
+        "model_type": family.model_type,
+        "text_config": dict(sorted(text.items())),
+        "tie_word_embeddings": config.tied,
+        "video_token_id": last - 1,
+        "vision_config": {
+            **TOWER,
+            "model_type": f"{family.model_type}_vision",
+            "out_hidden_size": config.width,
+        },
+        "vision_end_token_id": last - 3,
+        "vision_start_token_id": last - 2,
+    }
+
+
+def generation_json(stop_ids: tuple[int, ...]) -> Json:
+    """``generation_config.json``: where runtimes look for the tokens that end a sequence."""
+    return {"_from_model_config": True, "eos_token_id": _ids(stop_ids), "use_cache": True}
+
+
+def block_json(
+    config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope, *, dtype: str
+) -> Json:
+    """``config.json`` of a block drafter.
+
+    Args:
+      config: its description.
+      taps: the target's layers whose entering residual it reads, in order.
+      rope: its rotary embedding.
+      dtype: name of the stored dtype.
+
+    Raises:
+      ValueError: the layout cannot say what ``config`` says.
+    """
+    a = config.attention
+    check_block(config, taps, rope)
+    json: Json = {
+        "architectures": ["DFlash2DraftModel" if config.kind == "dflash2" else "DSparkDraftModel"],
+        "model_type": "qwen3",
+        "dtype": dtype,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        "intermediate_size": config.mlp_hidden,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.context_length,
+        "is_causal": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope.json(),
+    }
+    if config.windowed:
+        json |= {
+            "use_sliding_window": True,
+            "sliding_window": a.window,
+            "layer_types": ["sliding_attention"] * config.layers,
+        }
+    block: Json = {
+        # Checkpoints name a tap by the layer it leaves, we by the layer it enters.
+        "target_layer_ids": [tap - 1 for tap in taps],
+        "mask_token_id": config.mask_token,
+        "selector_top_k": config.candidates,
+    }
+    if config.conv is not None:
+        block |= {
+            "block_size": config.block_size,
+            "conv_kernel_size": config.conv.taps,
+            "conv_group_size": config.conv.group,
+            "selector_rank": config.rank,
+            "input_embedding_scale": config.embedding_scale,
+        }
+    else:
+        json |= {"block_size": config.block_size, "markov_rank": config.rank}
+    return {**json, "dflash_config": block}
+
+
+def check_target(config: TargetConfig, family: Family, rope: Rope, mtp: MtpConfig | None) -> None:
+    """Refuse what ``config.json`` of this family has no words for, or has one word for two."""
+    what = f"a {family.model_type} checkpoint"
+    a = config.softmax[0]
+    for kind in dict.fromkeys(config.layers):
+        if kind not in dict(family.kinds):
+            raise ValueError(f"layers are {config.layers}; {what} has no layers of kind {kind!r}")
+    for shape in config.softmax:
+        _attention_says(shape, config.norm_eps, what, gated=family.gated, qk_norm=family.qk_norm)
+        _says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
+    _says(what, "rope", rope.kind, "default")
+    rotary = int(a.rotary_dim / a.head_dim * a.head_dim) if family.composite else a.head_dim
+    _says(what, "attention.rotary_dim", a.rotary_dim, rotary)
+    if config.delta_net is not None:
+        _says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
+    if isinstance(config.mlp, MoeConfig) and not config.mlp.shared_hidden:
+        raise ValueError("mlp.shared_hidden is 0; the layout of Qwen3.5 MoE has a shared expert")
+    if mtp is None:
+        return
+    if not family.composite:
+        raise ValueError(f"a multi-token-prediction head has no place in {what}")
+    for field in ("vocab_size", "width", "attention", "mlp", "norm_eps", "context_length"):
+        _says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
+
+
+def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -> None:
+    """Refuse what ``config.json`` of a block drafter has no words for."""
+    a, what = config.attention, f"a {config.kind} checkpoint"
+    _attention_says(a, config.norm_eps, what, gated=False, qk_norm=True)
+    _says(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)
+    _says(what, "aux_width", config.aux_width, len(taps) * config.width)
+    drafts = config.block_size - 1 if config.kind == "dflash2" else config.block_size
+    _says(what, "draft_tokens", config.draft_tokens, drafts)
+    if (config.conv is None) != (config.kind == "dspark"):
+        raise ValueError(f"conv is {config.conv}; dflash2 has convolutions, dspark has none")
+    if config.kind == "dspark":
+        _says(what, "embedding_scale", config.embedding_scale, 1.0)
+    else:
+        _says(what, "rope", rope.kind, "default")
+
+
+def _attention_says(
+    a: AttentionConfig, eps: float, what: str, *, gated: bool, qk_norm: bool
+) -> None:
+    _says(what, "attention.gated", a.gated, gated)
+    _says(what, "attention.qk_norm", a.qk_norm, qk_norm)
+    if a.qk_norm:
+        _says(what, "attention.norm_eps", a.norm_eps, eps)
+    _says(what, "attention.softcap", a.softcap, 0.0)
+    usual = a.head_dim**-0.5
+    if abs(a.scale - usual) > 1e-6 * usual:
+        _says(what, "attention.scale", a.scale, usual)
+
+
+def _says(what: str, field: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise ValueError(f"{field} is {found!r}; {what} can only say {expected!r}")
+
+
+def _hybrid_json(config: TargetConfig, a: AttentionConfig, rope: Rope) -> Json:
+    # Rotary channels are dealt out to time, height and width; text uses them all alike.
+    frequencies = a.rotary_dim // 2
+    share = frequencies // 3
+    json: Json = {
+        "rope_parameters": {
+            **rope.json(),
+            "mrope_interleaved": True,
+            "mrope_section": [frequencies - 2 * share, share, share],
+            "partial_rotary_factor": a.rotary_dim / a.head_dim,
+        },
+    }
+    d = config.delta_net
+    if d is not None:
+        json |= {
+            "linear_conv_kernel_dim": d.conv_width,
+            "linear_key_head_dim": d.key_dim,
+            "linear_num_key_heads": d.key_heads,
+            "linear_num_value_heads": d.value_heads,
+            "linear_value_head_dim": d.value_dim,
+        }
+    return json
+
+
+def _feed_forward_json(config: MlpConfig | MoeConfig) -> Json:
+    if isinstance(config, MlpConfig):
+        return {"intermediate_size": config.hidden}
+    return {
+        "moe_intermediate_size": config.hidden,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.active,
+        "shared_expert_intermediate_size": config.shared_hidden,
+    }
+
+
+def _ids(stop_ids: tuple[int, ...]) -> int | list[int] | None:
+    """One id as a number, several as a list, none as null."""
+    return stop_ids[0] if len(stop_ids) == 1 else list(stop_ids) or None

@@ -1,0 +1,65 @@
+"""How a parameter becomes stored numbers, and back."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+Array = np.ndarray
+
+
+class Form(enum.Enum):
+    """How a parameter x is stored."""
+
+    PLAIN = enum.auto()  # x
+    OFFSET = enum.auto()  # x - 1: Qwen3.5's norms multiply by 1 + w
+    LOG = enum.auto()  # log(-x): A_log, the decay scale being -exp(A_log)
+    ZERO = enum.auto()  # not at all: a bias the architecture has not
+
+
+def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
+    """A parameter's values as they are stored.
+
+    What :func:`decode` made comes back from :func:`encode` and :func:`decode` bit for bit. Other
+    values may not: ``1 + w`` has fewer digits left below 1/2, and ``exp`` skips numbers above e.
+
+    Args:
+      values: any shape, any float dtype.
+      form: not ``ZERO``.
+      dtype: of what is stored.
+
+    Raises:
+      ValueError: a decay scale is not negative.
+    """
+    if form is Form.PLAIN:
+        return values.astype(dtype)
+    wide = values.astype(np.float64)
+    if form is Form.OFFSET:
+        return (wide - 1.0).astype(np.float32).astype(dtype)
+    assert form is Form.LOG
+    if not np.all(wide < 0):
+        raise ValueError(f"a decay scale is {wide.max()}; expected negative numbers")
+    # Of the numbers next to the logarithm take the one that comes back best.
+    guess = np.log(-wide).astype(np.float32)
+    up, down = (np.nextafter(guess, np.float32(to)) for to in (np.inf, -np.inf))
+    choices = np.stack([guess, up, down])
+    error = np.abs(decode(choices, form, values.dtype).astype(np.float64) - wide)
+    best = np.take_along_axis(choices, np.argmin(error, axis=0)[None], axis=0)[0]
+    return best.astype(dtype)
+
+
+def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
+    """Stored numbers as the parameter's values, rounded once from the exact ones into ``dtype``."""
+    if form is Form.PLAIN:
+        return stored.astype(dtype)
+    wide = stored.astype(np.float64)
+    return (wide + 1.0 if form is Form.OFFSET else -np.exp(wide)).astype(dtype)
+
+
+def difference(values: Array, stored: Array, form: Form) -> float:
+    """By how much reading ``stored`` differs from ``values``, at most."""
+    if form is Form.PLAIN and stored.dtype == values.dtype:
+        return 0.0
+    back = decode(stored, form, values.dtype).astype(np.float32)
+    return float(np.max(np.abs(back - values.astype(np.float32)), initial=0.0))

@@ -1,0 +1,295 @@
+"""Which tensors of a checkpoint make which parameter of a module. One table for both directions.
+
+A parameter is one or more stored tensors one after another in memory: our modules fuse what shares
+an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoints do not. Three
+kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
+tables are not stored at all: :mod:`jaxdraft.checkpoint.rotary`.
+
+Source: the state dictionaries of transformers' ``qwen3_5``, ``qwen3_5_moe``, ``qwen3`` and
+``llama``; what the ``dflash2`` and ``dspark`` builders of onnxruntime-genai read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxdraft.checkpoint.forms import Form
+from jaxdraft.config import (
+    AttentionConfig,
+    BlockDrafterConfig,
+    DeltaNetConfig,
+    LayerKind,
+    MlpConfig,
+    MoeConfig,
+    MtpConfig,
+    TargetConfig,
+)
+
+Path = tuple[str | int, ...]
+"""Of a parameter in the pure state of a module: ``("layers", 0, "mixer", "qkv", "weight")``."""
+
+TARGET = "target"
+"""Folder of the target in a saved checkpoint; block drafters lie beside it, named by their kind."""
+
+VISION, MTP = "model.visual.", "mtp."
+"""What the names of tensors begin with that are in a target's files and not of its decoder."""
+
+ROTARY: tuple[Path, Path] = (("rotary", "cos"), ("rotary", "sin"))
+"""Parameters that are computed and not stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A parameter, and the tensors that make it, in the order in which they lie in memory."""
+
+    path: Path
+    parts: tuple[Part, ...]
+    form: Form = Form.PLAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture of targets.
+
+    Attributes:
+      model_type: as ``config.json`` spells it.
+      architecture: the class that transformers and the model builder go by.
+      offset_norms: norms store their weight minus 1.
+      gated: queries carry a gate.
+      qk_norm: queries and keys are normed.
+      composite: the text model is a part of a model with a vision tower: its settings stand in
+        ``text_config``, its tensors under ``model.language_model``.
+      kinds: of layers, and how ``layer_types`` spells them.
+    """
+
+    model_type: str
+    architecture: str
+    offset_norms: bool = False
+    gated: bool = False
+    qk_norm: bool = False
+    composite: bool = False
+    kinds: tuple[tuple[LayerKind, str], ...] = (("attention", "full_attention"),)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the text model's tensors begin with."""
+        return "model.language_model." if self.composite else "model."
+
+    @property
+    def norm(self) -> Form:
+        """How the norms are stored."""
+        return Form.OFFSET if self.offset_norms else Form.PLAIN
+
+
+QWEN35 = Family(
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    offset_norms=True,
+    gated=True,
+    qk_norm=True,
+    composite=True,
+    kinds=(("attention", "full_attention"), ("delta_net", "linear_attention")),
+)
+QWEN35_MOE = dataclasses.replace(
+    QWEN35, model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration"
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    qk_norm=True,
+    kinds=(("attention", "full_attention"), ("sliding", "sliding_attention")),
+)
+LLAMA = Family("llama", "LlamaForCausalLM")
+FAMILIES = {family.model_type: family for family in (QWEN35, QWEN35_MOE, QWEN3, LLAMA)}
+
+
+def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
+    """Every stored parameter of a :class:`jaxdraft.nn.decoder.Decoder`."""
+    width, vocab, prefix = config.width, config.vocab_size, family.prefix
+    entries = [
+        _one(("embed", "weight"), f"{prefix}embed_tokens.weight", vocab, width),
+        _one(("norm", "weight"), f"{prefix}norm.weight", width, form=family.norm),
+    ]
+    if not config.tied:
+        entries.append(_one(("head", "weight"), "lm_head.weight", vocab, width))
+    for i, kind in enumerate(config.layers):
+        path, name = ("layers", i), f"{prefix}layers.{i}"
+        entries += _norms(path, name, width, family.norm)
+        shape = getattr(config, kind)
+        if isinstance(shape, AttentionConfig):
+            entries += _attention((*path, "mixer"), f"{name}.self_attn", width, shape, family.norm)
+        else:
+            assert isinstance(shape, DeltaNetConfig)
+            entries += _delta_net((*path, "mixer"), f"{name}.linear_attn", width, shape)
+        entries += _feed_forward((*path, "mlp"), f"{name}.mlp", width, config.mlp)
+    return entries
+
+
+def mtp_layout(config: MtpConfig) -> list[Entry]:
+    """Every stored parameter of a :class:`jaxdraft.nn.mtp.Mtp`, in its target's checkpoint."""
+    width, norm, layer = config.width, Form.OFFSET, f"{MTP}layers.0"
+    return [
+        _one(("fc", "weight"), f"{MTP}fc.weight", width, 2 * width),
+        _one(("embedding_norm", "weight"), f"{MTP}pre_fc_norm_embedding.weight", width, form=norm),
+        _one(("hidden_norm", "weight"), f"{MTP}pre_fc_norm_hidden.weight", width, form=norm),
+        _one(("norm", "weight"), f"{MTP}norm.weight", width, form=norm),
+        *_norms((), layer, width, norm),
+        *_attention(("mixer",), f"{layer}.self_attn", width, config.attention, norm),
+        *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp),
+    ]
+
+
+def block_layout(config: BlockDrafterConfig) -> list[Entry]:
+    """Every stored parameter of a :class:`jaxdraft.nn.block_drafter.BlockBackbone`.
+
+    Embedding and head are the target's, and not stored a second time.
+    """
+    width, a, mlp = config.width, config.attention, MlpConfig(hidden=config.mlp_hidden)
+    entries = [
+        _one(("fc", "weight"), "fc.weight", width, config.aux_width),
+        _one(("hidden_norm", "weight"), "hidden_norm.weight", width),
+        _one(("norm", "weight"), "norm.weight", width),
+        *_pair_scores(config),
+    ]
+    for i in range(config.layers):
+        path, name = ("layers", i), f"layers.{i}"
+        entries += [
+            *_norms(path, name, width, Form.PLAIN),
+            _one((*path, "q", "weight"), f"{name}.self_attn.q_proj.weight", a.query_rows, width),
+            _rows(
+                (*path, "kv", "weight"),
+                f"{name}.self_attn",
+                width,
+                k_proj=a.kv_rows,
+                v_proj=a.kv_rows,
+            ),
+            *_head_norms(path, f"{name}.self_attn", a, Form.PLAIN),
+            _one(
+                (*path, "o", "weight"),
+                f"{name}.self_attn.o_proj.weight",
+                width,
+                a.heads * a.head_dim,
+            ),
+            *_feed_forward((*path, "mlp"), f"{name}.mlp", width, mlp),
+        ]
+        if config.conv is not None:
+            taps, groups = config.conv.taps, width // config.conv.group
+            for conv in ("attention_conv", "mlp_conv"):
+                projection, base = f"{name}.{conv}.kernel_projection", f"{name}.{conv}.base_kernel"
+                entries += [
+                    _one(
+                        (*path, conv, "projection", "weight"),
+                        f"{projection}.weight",
+                        2 * taps * groups,
+                        width,
+                    ),
+                    _one((*path, conv, "base"), base, 2, taps, width),
+                ]
+    return entries
+
+
+def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:
+    width, vocab, rank = config.width, config.vocab_size, config.rank
+    if config.kind == "dflash2":
+        selector = "candidate_selector"
+        projection = f"{selector}.hidden_projection.weight"
+        yield _one(("hidden_projection", "weight"), projection, rank, width)
+        yield _one(("predecessor",), f"{selector}.predecessor_codebook", vocab, rank)
+        yield _one(("successor",), f"{selector}.successor_codebook", vocab, rank)
+    else:
+        for name in ("markov_w1", "markov_w2"):
+            yield _one((name,), f"markov_head.{name}.weight", vocab, rank)
+
+
+def _one(path: Path, name: str, *shape: int, form: Form = Form.PLAIN) -> Entry:
+    return Entry(path, (Part(name, shape),), form)
+
+
+def _rows(path: Path, name: str, width: int, **rows: int) -> Entry:
+    """Matrices of one width, one below the other."""
+    parts = tuple(Part(f"{name}.{key}.weight", (count, width)) for key, count in rows.items())
+    return Entry(path, parts)
+
+
+def _norms(path: Path, name: str, width: int, form: Form) -> list[Entry]:
+    """The two norms of a layer."""
+    after = f"{name}.post_attention_layernorm.weight"
+    return [
+        _one((*path, "input_norm", "weight"), f"{name}.input_layernorm.weight", width, form=form),
+        _one((*path, "post_norm", "weight"), after, width, form=form),
+    ]
+
+
+def _head_norms(path: Path, name: str, config: AttentionConfig, form: Form) -> list[Entry]:
+    """The norms of queries and keys, if there are any."""
+    if not config.qk_norm:
+        return []
+    return [
+        _one((*path, norm, "weight"), f"{name}.{norm}.weight", config.head_dim, form=form)
+        for norm in ("q_norm", "k_norm")
+    ]
+
+
+def _attention(
+    path: Path, name: str, width: int, config: AttentionConfig, norm: Form
+) -> list[Entry]:
+    rows = dict(q_proj=config.query_rows, k_proj=config.kv_rows, v_proj=config.kv_rows)
+    inner = config.heads * config.head_dim
+    return [
+        _rows((*path, "qkv", "weight"), name, width, **rows),
+        *_head_norms(path, name, config, norm),
+        _one((*path, "o", "weight"), f"{name}.o_proj.weight", width, inner),
+    ]
+
+
+def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> list[Entry]:
+    heads, values, channels = config.value_heads, config.value_rows, config.channels
+    qkvz = dict(in_proj_qkv=channels, in_proj_z=values)
+    conv = f"{name}.conv1d.weight"
+    return [
+        _rows((*path, "qkvz", "weight"), name, width, **qkvz),
+        _rows((*path, "ba", "weight"), name, width, in_proj_b=heads, in_proj_a=heads),
+        _one((*path, "conv_weight"), conv, channels, 1, config.conv_width),
+        Entry((*path, "conv_bias"), (), Form.ZERO),
+        _one((*path, "decay_scale"), f"{name}.A_log", heads, form=Form.LOG),
+        _one((*path, "dt_bias"), f"{name}.dt_bias", heads),
+        _one((*path, "norm_weight"), f"{name}.norm.weight", config.value_dim),
+        _one((*path, "out", "weight"), f"{name}.out_proj.weight", width, values),
+    ]
+
+
+def _feed_forward(path: Path, name: str, width: int, config: MlpConfig | MoeConfig) -> list[Entry]:
+    if isinstance(config, MlpConfig):
+        hidden = config.hidden
+        return [
+            _rows((*path, "gate_up", "weight"), name, width, gate_proj=hidden, up_proj=hidden),
+            _one((*path, "down", "weight"), f"{name}.down_proj.weight", width, hidden),
+        ]
+    experts, hidden = config.experts, config.hidden
+    gate_up = f"{name}.experts.gate_up_proj"
+    entries = [
+        _one((*path, "router", "weight"), f"{name}.gate.weight", experts, width),
+        _one((*path, "gate_up"), gate_up, experts, 2 * hidden, width),
+        _one((*path, "down"), f"{name}.experts.down_proj", experts, width, hidden),
+    ]
+    if config.shared_hidden:
+        shared = MlpConfig(hidden=config.shared_hidden)
+        entries += _feed_forward((*path, "shared"), f"{name}.shared_expert", width, shared)
+        gate = f"{name}.shared_expert_gate.weight"
+        entries.append(_one((*path, "shared_gate", "weight"), gate, 1, width))
+    return entries

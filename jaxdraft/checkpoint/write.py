@@ -1,0 +1,333 @@
+"""Modules -> checkpoint folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxdraft.base import Drafter
+from jaxdraft.checkpoint import config as words
+from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
+from jaxdraft.checkpoint.forms import Form, difference, encode
+from jaxdraft.checkpoint.layout import (
+    ROTARY,
+    TARGET,
+    Entry,
+    Part,
+    block_layout,
+    mtp_layout,
+    target_layout,
+)
+from jaxdraft.checkpoint.layout import Path as ParameterPath
+from jaxdraft.checkpoint.rotary import Rope, fits, recover
+from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.mtp import MtpDrafter
+from jaxdraft.draft.ngram import NgramDrafter
+from jaxdraft.draft.none import NoDrafter
+from jaxdraft.model import Model
+from jaxdraft.nn.decoder import DecoderTarget
+
+PARTS = (TARGET, "dflash2", "dspark")
+"""Folders of a saved checkpoint."""
+
+MAX_SHARD_BYTES = 4 << 30
+"""Bytes of tensors in one file, and what saving holds in host memory at once."""
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+_DTYPES = ("float32", "bfloat16", "float16")
+
+Parameters = Mapping[ParameterPath, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What :func:`save` wrote.
+
+    Attributes:
+      folder: holds ``target`` and a folder for each block drafter.
+      parts: the folders in it.
+      rounded: tensors that do not give back their parameter bit for bit when they are read in the
+        parameter's own dtype, as "part/tensor", and by how much: all of them, if a narrower dtype
+        was asked for; norm weights below 1/2 and decay scales that ``1 + w`` and ``-exp(A_log)`` do
+        not reach. Never one that came from an artifact or a checkpoint in the same dtype.
+    """
+
+    folder: Path
+    parts: tuple[str, ...]
+    rounded: Mapping[str, float]
+
+
+def save(
+    model: Model | DecoderTarget,
+    folder: str | Path,
+    *,
+    drafters: Sequence[Drafter] = (),
+    dtype: DTypeLike | None = None,
+    tokenizer: str | Path | None = None,
+    rope: Mapping[str, Rope] | None = None,
+    stop_ids: tuple[int, ...] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Saved:
+    """Write a target and its drafters as checkpoints.
+
+    ``folder/target`` holds the target, a multi-token-prediction head inside it; ``folder/dflash2``
+    and ``folder/dspark`` hold block drafters. Each has a ``config.json`` and
+    ``model.safetensors`` (or numbered shards with their index). :func:`jaxdraft.load` reads the
+    folder, transformers and other runtimes read its parts, and the model builder of
+    onnxruntime-genai exports it. Save in float32 for that: the builder adds 1 to norm weights in
+    the stored type (``experiments/export_onnx.py``).
+
+    Everything is checked first; then the files are written under another name, and the folder
+    appears when they are complete.
+
+    Args:
+      model: the target, with the drafter it has.
+      folder: to make.
+      drafters: further drafters of the same target, one of a kind.
+      dtype: of the stored tensors. Default: that of each array; what is stored shifted or as a
+        logarithm (Qwen3.5's norms, ``A_log``) is float32 then.
+      tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
+      rope: rotary embedding of a part ("target", "dflash2", "dspark"). Default: the plain one,
+        whose base is found from the tables.
+      stop_ids: tokens that end a sequence. Default: the model's.
+      overwrite: replace ``folder`` if it is a saved checkpoint and nothing else.
+      max_shard_bytes: bytes of tensors in one file.
+
+    Returns:
+      What was written, and what was rounded.
+
+    Raises:
+      ValueError: the layouts cannot say what the model is, a drafter is not this target's, or the
+        arguments make no sense.
+      FileExistsError: ``folder`` exists, and may not be replaced.
+    """
+    folder = Path(folder)
+    if dtype is not None and np.dtype(dtype).name not in _DTYPES:
+        raise ValueError(f"dtype is {np.dtype(dtype).name!r}; expected one of {', '.join(_DTYPES)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
+    check_free(folder, PARTS, overwrite=overwrite)
+    rounded: dict[str, float] = {}
+    plan = _Plan(model, drafters, dtype, dict(rope or {}), stop_ids, rounded)
+    files = _tokenizer_files(model, tokenizer)
+    with appearing(folder) as making:
+        for name, part in plan.parts.items():
+            (making / name).mkdir()
+            for file, body in part.json.items():
+                write_json(making / name / file, body)
+            write_tensors(making / name, part.tensors, max_shard_bytes)
+        for path in files:
+            shutil.copyfile(path, making / TARGET / path.name)
+    return Saved(folder=folder, parts=tuple(plan.parts), rounded=rounded)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A folder to be written."""
+
+    json: Mapping[str, Mapping[str, Any]]
+    tensors: tuple[Tensor, ...]
+
+
+class _Plan:
+    """Every folder to be written. All checks are made here; no number is touched."""
+
+    def __init__(
+        self,
+        model: Model | DecoderTarget,
+        drafters: Sequence[Drafter],
+        dtype: DTypeLike | None,
+        ropes: Mapping[str, Rope],
+        stop_ids: tuple[int, ...] | None,
+        rounded: dict[str, float],
+    ):
+        self.dtype, self.ropes, self.rounded = dtype, ropes, rounded
+        target = model
+        if isinstance(model, Model):
+            target, drafters = model.target, [model.drafter, *drafters]
+            stop_ids = model.info.stop_ids if stop_ids is None else stop_ids
+        if not isinstance(target, DecoderTarget):
+            raise ValueError(f"the target is a {type(target).__name__}; expected a DecoderTarget")
+        self.target = target
+        chosen = self._choose(drafters)
+        mtp = chosen.pop("mtp", None)
+        unknown = sorted(set(ropes) - {TARGET, *chosen})
+        if unknown:
+            raise ValueError(f"rope is given for {unknown}; expected {[TARGET, *chosen]}")
+        self.parts = {TARGET: self._target(mtp, stop_ids or ())}
+        for kind in PARTS:
+            if kind in chosen:
+                self.parts[kind] = self._block(chosen[kind])
+
+    def _choose(self, drafters: Sequence[Drafter]) -> dict[str, Any]:
+        """The drafters that have weights, by kind."""
+        chosen: dict[str, Any] = {}
+        for drafter in drafters:
+            if isinstance(drafter, (NoDrafter, NgramDrafter)):
+                continue
+            if isinstance(drafter, MtpDrafter):
+                kind = "mtp"
+            elif isinstance(drafter, BlockDrafter):
+                kind = drafter.config.kind
+            else:
+                raise ValueError(
+                    f"a drafter is a {type(drafter).__name__}; expected a BlockDrafter, an "
+                    "MtpDrafter, or one without weights"
+                )
+            if chosen.setdefault(kind, drafter) is not drafter:
+                raise ValueError(f"there are two {kind} drafters; expected one of a kind")
+            self._check_shared(drafter, kind)
+        return chosen
+
+    def _check_shared(self, drafter: BlockDrafter | MtpDrafter, kind: str) -> None:
+        """The drafter's checkpoint has no embedding, no head and no taps: they are the target's."""
+        config, params = self.target.config, self.target.decoder.params
+        embedding = params["embed"]["weight"]
+        head = embedding if config.tied else params["head"]["weight"]
+        for what, theirs, ours in (
+            ("embedding", drafter.embedding, embedding),
+            ("head", drafter.head, head),
+        ):
+            if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
+                raise ValueError(f"{kind}: the {what} is not the target's, and has no other place")
+        shared = ["vocab_size", "width", "context_length"]
+        if isinstance(drafter, BlockDrafter):
+            shared.append("aux_width")
+        for field in shared:
+            theirs, ours = getattr(drafter.config, field), getattr(config, field)
+            if theirs != ours:
+                raise ValueError(f"{kind}: {field} is {theirs}; expected {ours}, the target's")
+
+    def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Part:
+        config, found = self.target.config, _parameters(self.target.decoder.params)
+        family = words.family_of(config)
+        rope = self._rope(TARGET, found)
+        stored = np.dtype(self.target.dtype if self.dtype is None else self.dtype)
+        body = words.target_json(
+            config,
+            family,
+            rope,
+            dtype=stored.name,
+            mtp=None if mtp is None else mtp.config,
+            stop_ids=stop_ids,
+        )
+        tensors = list(self._tensors(TARGET, target_layout(config, family), found))
+        if mtp is not None:
+            head = _parameters(mtp.mtp.params)
+            _check_tables("mtp", head, rope)
+            tensors += self._tensors(TARGET, mtp_layout(mtp.config), head)
+        if family.composite:
+            for name, shape in words.vision_tower(config).items():
+                zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
+                tensors.append(Tensor(name, shape, stored, zeros))
+        generation = words.generation_json(stop_ids)
+        json = {"config.json": body, "generation_config.json": generation}
+        return _Part(json, tuple(tensors))
+
+    def _block(self, drafter: BlockDrafter) -> _Part:
+        config, found = drafter.config, _parameters(drafter.backbone.params)
+        rope = self._rope(config.kind, found)
+        stored = np.dtype(drafter.dtype if self.dtype is None else self.dtype)
+        body = words.block_json(config, self.target.config.taps, rope, dtype=stored.name)
+        tensors = self._tensors(config.kind, block_layout(config), found)
+        return _Part({"config.json": body}, tuple(tensors))
+
+    def _rope(self, part: str, found: Parameters) -> Rope:
+        """What the rotary tables of a part are."""
+        given = self.ropes.get(part)
+        if given is not None:
+            _check_tables(part, found, given)
+            return given
+        rope = recover(*_tables(part, found))
+        if rope is None:
+            raise ValueError(
+                f"{part}: the rotary tables are of no plain base; say what they are: "
+                f"rope={{{part!r}: jaxdraft.checkpoint.Rope(...)}}"
+            )
+        return rope
+
+    def _tensors(self, part: str, layout: Sequence[Entry], found: Parameters) -> Iterator[Tensor]:
+        """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
+        for path in sorted(found.keys() - {entry.path for entry in layout} - set(ROTARY), key=str):
+            hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
+            raise ValueError(f"{part}: parameter {_dotted(path)} has no place in the layout{hint}")
+        for entry in layout:
+            label = f"{part}: parameter {_dotted(entry.path)}"
+            leaf = found.get(entry.path)
+            if leaf is None:
+                raise ValueError(f"{label} is missing")
+            if entry.form is Form.ZERO:
+                if np.any(np.asarray(leaf) != 0):
+                    raise ValueError(f"{label} is not zero; the layout has no place for it")
+                continue
+            if leaf.size != sum(piece.size for piece in entry.parts):
+                shapes = " and ".join(f"{p.name} {list(p.shape)}" for p in entry.parts)
+                raise ValueError(f"{label} has shape {list(leaf.shape)}; expected that of {shapes}")
+            own = leaf.dtype if entry.form is Form.PLAIN else np.float32
+            stored = np.dtype(own if self.dtype is None else self.dtype)
+            start = 0
+            for piece in entry.parts:
+                make = self._maker(part, leaf, entry.form, start, piece, stored)
+                yield Tensor(piece.name, piece.shape, stored, make)
+                start += piece.size
+
+    def _maker(
+        self, part: str, leaf: Any, form: Form, start: int, piece: Part, dtype: np.dtype
+    ) -> Callable[[], np.ndarray]:
+        def make() -> np.ndarray:
+            values = np.asarray(leaf).reshape(-1)[start : start + piece.size]
+            stored = encode(values, form, dtype)
+            moved = difference(values, stored, form)
+            if moved:
+                self.rounded[f"{part}/{piece.name}"] = moved
+            return np.ascontiguousarray(stored.reshape(piece.shape))
+
+        return make
+
+
+def _parameters(params: Any) -> dict[ParameterPath, Any]:
+    """Flat, the rotary tables with them."""
+    return dict(nnx.traversals.flatten_mapping(params))
+
+
+def _tables(part: str, found: Parameters) -> tuple[np.ndarray, np.ndarray]:
+    if any(path not in found for path in ROTARY):
+        raise ValueError(f"{part}: there are no rotary tables; a checkpoint describes some")
+    cos, sin = (np.asarray(found[path]) for path in ROTARY)
+    return cos, sin
+
+
+def _check_tables(part: str, found: Parameters, rope: Rope) -> None:
+    if not fits(rope, *_tables(part, found)):
+        raise ValueError(f"{part}: the rotary tables are not those of {rope}")
+
+
+def _tokenizer_files(model: Any, tokenizer: str | Path | None) -> list[Path]:
+    text = getattr(model, "text", None)
+    source = tokenizer or getattr(text, "source", None)
+    if not source:
+        return []
+    files = [Path(source, name) for name in _TOKENIZER if Path(source, name).is_file()]
+    if tokenizer is not None and Path(tokenizer, "tokenizer.json") not in files:
+        raise ValueError(f"there is no tokenizer.json in {tokenizer}")
+    return files
+
+
+def _dotted(path: ParameterPath) -> str:
+    return ".".join(str(key) for key in path)

@@ -1,0 +1,44 @@
+"""Checkpoints that the tests read; a test that writes copies them first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxdraft import EMBEDDED, Model
+from jaxdraft.checkpoint import save
+from jaxdraft.config import MlpConfig, MoeConfig
+from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
+
+MOE = MoeConfig(experts=4, active=2, hidden=24, shared_hidden=32)
+MLP = MlpConfig(hidden=40)
+
+
+@pytest.fixture(scope="session")
+def family() -> dict[str, Model]:
+    """A small hybrid target with each of the three drafters, all of random numbers."""
+    target = tiny_target(mlp=MLP)
+    return {
+        "dflash2": Model.of(target, tiny_drafter(target, "dflash2"), stop_ids=(2, 7)),
+        "dspark": Model.of(target, tiny_drafter(target, "dspark", embedding_scale=1.0)),
+        "mtp": Model.of(target, tiny_mtp(target, mlp=MLP, dtype=jnp.float32)),
+    }
+
+
+@pytest.fixture(scope="session")
+def saved(family: dict[str, Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole family in one checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "family"
+    drafters = [family[kind].drafter for kind in ("dspark", "mtp")]
+    save(family["dflash2"], folder, drafters=drafters, tokenizer=EMBEDDED)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    import shutil
+
+    return Path(shutil.copytree(saved, tmp_path / "family"))

@@ -1,0 +1,302 @@
+"""What is wrong with a checkpoint is said: the file, the place, what was found and expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxdraft
+from convert import ArtifactError
+from jaxdraft import EMBEDDED
+from jaxdraft.checkpoint import save
+from tests.checkpoint.common import edit_json, edit_tensors
+
+Json = dict[str, Any]
+Tensors = dict[str, np.ndarray]
+
+NORM = "model.language_model.norm.weight"
+
+
+def refused(folder: Path, **options: Any) -> str:
+    """What loading says, all on one line."""
+    with pytest.raises(ArtifactError) as caught:
+        jaxdraft.load(folder, **options)
+    assert isinstance(caught.value, ValueError)
+    for problem in caught.value.problems:
+        assert problem.file and problem.where and problem.found and problem.expected
+    return str(caught.value)
+
+
+def put(*path: str | int, value: Any) -> Callable[[Json], None]:
+    """Sets a key of nested objects."""
+
+    def change(body: Any) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = value
+
+    return change
+
+
+def drop(*path: str) -> Callable[[Json], None]:
+    """Removes a key of nested objects."""
+
+    def change(body: Any) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        del body[path[-1]]
+
+    return change
+
+
+TEXT, ROPE = "text_config", ("text_config", "rope_parameters")
+
+TARGET: list[tuple[Callable[[Json], None], str]] = [
+    (put("model_type", value="gpt2"), 'model_type: found "gpt2", expected one of qwen3_5, '),
+    (put("model_type", value=5), "model_type: found 5, expected one of"),
+    (drop("text_config"), "text_config: found nothing, expected an object"),
+    (put(TEXT, "hidden_size", value="32"), 'text_config.hidden_size: found "32", expected an int'),
+    (put(TEXT, "num_hidden_layers", value=True), "num_hidden_layers: found true, expected an int"),
+    (put(TEXT, "layer_types", value=["full_attention"]), "layer_types: found"),
+    (put(TEXT, "layer_types", value=["sliding_attention"] * 4), "layer_types: found"),
+    (put(TEXT, "layer_types", value=["linear_attention"] * 4), "at least one full_attention"),
+    (put(TEXT, "num_key_value_heads", value=3), "a divisor of the 4 query heads"),
+    (put(TEXT, "attention_bias", value=True), "attention_bias: found true, expected false"),
+    (put(TEXT, "hidden_act", value="gelu"), 'hidden_act: found "gelu", expected "silu"'),
+    (put(TEXT, "attn_output_gate", value=False), "attn_output_gate: found false, expected true"),
+    (put(TEXT, "rms_norm_eps", value=-1.0), "rms_norm_eps: found -1.0, expected a positive"),
+    (put(*ROPE, "rope_type", value="dynamic"), 'rope_parameters.rope_type: found "dynamic"'),
+    (put(*ROPE, "rope_theta", value=None), "rope_theta: found null, expected a positive number"),
+    (put(*ROPE, "factor", value=2.0), "rope_parameters.factor: found an unknown key"),
+    (put(*ROPE, "partial_rotary_factor", value=0.1), "partial_rotary_factor: found"),
+    (put(TEXT, "mtp_num_hidden_layers", value=2), "mtp_num_hidden_layers: found 2"),
+    (put(TEXT, "mtp_num_hidden_layers", value=0), "tensor mtp.fc.weight: found shape [32, 64]"),
+    (put(TEXT, "mtp_use_dedicated_embeddings", value=True), "mtp_use_dedicated_embeddings: found"),
+    (put("quantization_config", value={"quant_method": "fp8"}), "quantization_config: found"),
+    (put("tie_word_embeddings", value=True), "tie_word_embeddings: found false, expected true or"),
+    (put("dtype", value="float8"), 'dtype: found "float8", expected one of float32'),
+    (put(TEXT, "eos_token_id", value=48), "eos_token_id: found 48, expected a token id in 0..47"),
+    (put(TEXT, "vocab_size", value=64), "embed_tokens.weight: found shape [48, 32], expected"),
+    (
+        put(TEXT, "head_dim", value=8),
+        "q_proj.weight: found shape [128, 32], expected shape [64, 3",
+    ),
+    (put(TEXT, "num_hidden_layers", value=3), "layer_types: found"),
+    (put(TEXT, "use_sliding_window", value=True), "use_sliding_window: found true, expected false"),
+    (put(TEXT, "linear_num_value_heads", value=3), "a multiple of the 2 key heads"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TARGET)
+def test_settings_of_the_target(change: Callable[[Json], None], message: str, copy: Path) -> None:
+    edit_json(copy / "target" / "config.json", change)
+    (copy / "target" / "generation_config.json").unlink()  # it would speak for eos_token_id
+    said = refused(copy)
+    assert message in said and "target/" in said
+
+
+BLOCK = "dflash_config"
+
+DRAFTERS: list[tuple[str, Callable[[Json], None], str]] = [
+    ("dflash2", put(BLOCK, "selector_topk", value=8), "dflash_config.selector_topk: found an unkn"),
+    ("dflash2", put("window", value=8), "config.json: window: found an unknown key"),
+    ("dflash2", put("hidden_size", value=64), "hidden_size: found 64, expected 32, the target's"),
+    ("dflash2", put("vocab_size", value=49), "vocab_size: found 49, expected 48, the target's"),
+    ("dflash2", put(BLOCK, "target_layer_ids", value=[0, 3]), "expected layers in 0..2, each once"),
+    ("dflash2", put(BLOCK, "target_layer_ids", value=[2, 2]), "expected layers in 0..2, each once"),
+    ("dflash2", put(BLOCK, "target_layer_ids", value=[1]), "fc.weight: found shape [32, 64], exp"),
+    ("dflash2", put(BLOCK, "mask_token_id", value=48), "mask_token_id: found 48, expected an int"),
+    ("dflash2", drop(BLOCK, "mask_token_id"), "mask_token_id: found nothing, expected an integer"),
+    ("dflash2", put("is_causal", value=True), "is_causal: found true, expected false"),
+    ("dflash2", put("layer_types", value=["full_attention"] * 2), "one window for all layers"),
+    ("dflash2", put("max_window_layers", value=1), "max_window_layers: found 1, expected 0 or 2"),
+    ("dflash2", put("sliding_window", value=0), "sliding_window: found 0, expected an integer"),
+    ("dflash2", put("rope_parameters", "rope_type", value="yarn"), 'rope_type: found "yarn"'),
+    ("dflash2", put(BLOCK, "conv_kernel_size", value=3), "base_kernel: found shape [2, 2, 32]"),
+    ("dflash2", put(BLOCK, "conv_group_size", value=5), "conv_group_size: found 5, expected a div"),
+    ("dflash2", put(BLOCK, "selector_rank", value=9), "predecessor_codebook: found shape [48, 8]"),
+    ("dspark", put("num_hidden_layers", value=1), "tensor layers.1.mlp.down_proj.weight: found"),
+    ("dspark", put("markov_rank", value=0), "markov_rank: found 0, expected an integer in 1.."),
+    ("dspark", put("block_size", value=0), "block_size: found 0, expected an integer in 1..4096"),
+    ("dspark", put(BLOCK, "conv_kernel_size", value=2), "conv_kernel_size: found an unknown key"),
+    ("dspark", put("draft_vocab_size", value=32), "draft_vocab_size: found an unknown key"),
+    ("dspark", put("use_sliding_window", value=True), "sliding_window: found nothing"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), DRAFTERS)
+def test_settings_of_a_drafter(
+    kind: str, change: Callable[[Json], None], message: str, copy: Path
+) -> None:
+    edit_json(copy / kind / "config.json", change)
+    said = refused(copy, drafter=kind)
+    assert message in said and f"{kind}/" in said
+
+
+def missing(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: void(tensors.pop(name))
+
+
+def void(_: object) -> None:
+    pass
+
+
+def replaced(name: str, array: np.ndarray) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: array})
+
+
+WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
+    ("target", missing(NORM), f"target/model.safetensors: tensor {NORM}: found nothing, expected "),
+    ("target", replaced(NORM, np.zeros((32, 1), np.float32)), "found shape [32, 1], expected shap"),
+    ("target", replaced(NORM, np.zeros(32, np.int8)), f"tensor {NORM}: found I8, expected one of"),
+    (
+        "target",
+        replaced(NORM, np.zeros(32, np.float64)),
+        "found F64, expected one of F32, F16",
+    ),
+    ("target", replaced("spare", np.zeros(3, np.float32)), "tensor spare: found shape [3], exp"),
+    ("target", missing("lm_head.weight"), "tensor lm_head.weight: found nothing"),
+    ("target", missing("mtp.norm.weight"), "tensor mtp.norm.weight: found nothing"),
+    ("dflash2", missing("fc.weight"), "dflash2/model.safetensors: tensor fc.weight: found nothing"),
+    ("dflash2", replaced("embed_tokens.weight", np.zeros((48, 32), np.float32)), "no such tensor"),
+]
+
+
+@pytest.mark.parametrize(("part", "change", "message"), WEIGHTS)
+def test_tensors(part: str, change: Callable[[Tensors], None], message: str, copy: Path) -> None:
+    edit_tensors(copy / part / "model.safetensors", change)
+    assert message in refused(copy)
+
+
+def test_every_problem_is_named_at_once(copy: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        del tensors[NORM]
+        tensors["spare"] = np.zeros(3, np.float32)
+
+    edit_tensors(copy / "target" / "model.safetensors", change)
+    edit_json(copy / "target" / "config.json", put(TEXT, "attention_bias", value=True))
+    said = refused(copy)
+    for word in ("attention_bias", f"tensor {NORM}", "tensor spare"):
+        assert word in said
+
+
+def test_the_drafter_is_of_one_kind(copy: Path) -> None:
+    def strip(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.startswith("candidate_selector.")]:
+            del tensors[name]
+
+    edit_tensors(copy / "dflash2" / "model.safetensors", strip)
+    assert "found tensors of no drafter, expected candidate_selector.* of dflash2" in refused(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 64])
+def test_files_that_are_no_safetensors(content: bytes, copy: Path) -> None:
+    (copy / "target" / "model.safetensors").write_bytes(content)
+    assert "target/model.safetensors: header: found" in refused(copy)
+
+
+def test_truncated_files(copy: Path) -> None:
+    path = copy / "dflash2" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert "expected a safetensors file" in refused(copy)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1, "a": 2}', '{"a": NaN'])
+def test_settings_that_are_no_object(content: str, copy: Path) -> None:
+    (copy / "target" / "config.json").write_text(content)
+    assert "target/config.json: content: found" in refused(copy)
+
+
+def test_generation_settings(copy: Path) -> None:
+    edit_json(copy / "target" / "generation_config.json", put("eos_token_id", value=[2, -1]))
+    assert "generation_config.json: eos_token_id: found [2, -1]" in refused(copy)
+
+
+# -------------------------------------------------------------------------------------- shards
+
+
+@pytest.fixture
+def sharded(saved: Path, tmp_path: Path) -> Path:
+    model = jaxdraft.load(saved, drafter="none")
+    save(model, tmp_path / "out", max_shard_bytes=30_000)
+    return tmp_path / "out" / "target"
+
+
+def test_an_index_that_is_wrong(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    whole = index.read_text()
+    body = json.loads(whole)
+    files = sorted(set(body["weight_map"].values()))
+    first = next(n for n, f in body["weight_map"].items() if f == files[0])
+
+    def says(change: Callable[[Json], None]) -> str:
+        index.write_text(whole)
+        edit_json(index, change)
+        return refused(sharded)
+
+    named = put("weight_map", "ghost", value=files[0])
+    assert f"weight_map, ghost: found no such tensor in {files[0]}" in says(named)
+    moved = put("weight_map", first, value=files[1])
+    assert f"{files[0]}: tensor {first}: found a tensor, expected none" in says(moved)
+    assert f"tensor {first}: found a tensor, expected none" in says(drop("weight_map", first))
+    assert "weight_map: found list, expected an object" in says(put("weight_map", value=[]))
+    for bad in ("../target/model.safetensors", "/etc/passwd", "no.safetensors", "a\0b"):
+        assert (
+            "inside the artifact's folder" in (said := says(put("weight_map", first, value=bad)))
+            or "does not exist" in said
+        )
+    assert "the name of a file" in says(put("weight_map", first, value=3))
+
+
+def test_one_file_and_an_index(sharded: Path, saved: Path) -> None:
+    shutil.copy(saved / "target" / "model.safetensors", sharded)
+    assert "expected one of the two" in refused(sharded)
+
+
+# -------------------------------------------------------------------------------------- places
+
+
+def test_links_out_of_the_folder(copy: Path, tmp_path: Path) -> None:
+    weights = copy / "target" / "model.safetensors"
+    outside = tmp_path / "elsewhere.safetensors"
+    weights.rename(outside)
+    weights.symlink_to(outside)
+    assert "a link to" in refused(copy)
+
+
+def test_the_cache_of_a_hub_consists_of_links(saved: Path, tmp_path: Path) -> None:
+    """``models--x/snapshots/revision/file`` links to ``models--x/blobs/hash``, and nowhere else."""
+    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
+    blobs = tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(sorted((saved / "target").iterdir())):
+        shutil.copy(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(os.path.relpath(blobs / str(i), snapshot))
+    assert jaxdraft.load(snapshot).info.drafter == "mtp"
+    weights = snapshot / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(saved / "target" / "model.safetensors")
+    assert "a link to" in refused(snapshot)
+
+
+def test_folders_that_hold_neither(tmp_path: Path) -> None:
+    assert "genai_config.json" in refused(tmp_path)
+
+
+def test_arguments(saved: Path) -> None:
+    with pytest.raises(ValueError, match="packed is True"):
+        jaxdraft.load(saved, packed=True)
+    with pytest.raises(ValueError, match="only a checkpoint has several"):
+        jaxdraft.load(EMBEDDED, drafter="dflash2")
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of"):
+        jaxdraft.load(saved, dtype="int8")
+    with pytest.raises(ValueError, match="expected dflash2, dspark, mtp, none, or a folder"):
+        jaxdraft.load(saved, drafter="dflash3")

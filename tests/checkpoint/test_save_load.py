@@ -1,0 +1,291 @@
+"""Checkpoints and artifacts of the same weights are the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import jaxdraft
+from jaxdraft import EMBEDDED, Model
+from jaxdraft.checkpoint import Rope, save
+from jaxdraft.cli import embedded_prompts
+from jaxdraft.config import AttentionConfig
+from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
+from tests.checkpoint.common import ROTARY_WITHIN, TRAINED, arrays_of, assert_same
+from tests.checkpoint.conftest import MOE
+from tests.paths import artifact
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Model:
+    """Converted from ONNX."""
+    return jaxdraft.load(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Model:
+    """The checkpoint of which the embedded artifact was exported, stored in bfloat16."""
+    return jaxdraft.load(TRAINED, dtype="float32")
+
+
+def test_a_checkpoint_of_transformers_is_the_converted_artifact(
+    trained: Model, embedded: Model
+) -> None:
+    assert_same(trained, embedded, tables=ROTARY_WITHIN)
+    assert trained.info == embedded.info
+    assert trained.text is not None
+
+
+def test_its_drafts_are_the_golden_ones(trained: Model) -> None:
+    """The program is that of the embedded artifact's golden test, compiled once for both."""
+    prompts = embedded_prompts()
+    ids = [prompt["prompt_ids"] for prompt in prompts]
+    out = jaxdraft.generate(trained, ids, max_new_tokens=64, stop_ids=(), trace=True)
+    assert out.ids() == [prompt["greedy"] for prompt in prompts]
+    assert out.trace is not None
+    for accepted, prompt in zip(np.asarray(out.trace.accepted), prompts, strict=True):
+        found = accepted[accepted >= 0].tolist()
+        expected = prompt["dflash2"]["accepted_per_round"]
+        assert found[:-1] == expected[: len(found) - 1]  # the last round is cut to fit
+
+
+def test_a_saved_artifact_has_the_tensors_of_its_checkpoint(
+    embedded: Model, tmp_path: Path
+) -> None:
+    done = save(embedded, tmp_path / "out")
+    assert done.rounded == {} and done.parts == ("target", "dflash2")
+    assert_same(jaxdraft.load(tmp_path / "out"), embedded, tables=ROTARY_WITHIN)
+    for part in done.parts:
+        ours, theirs = facts(tmp_path / "out" / part), facts(TRAINED / part)
+        head = {name for name in theirs if name.startswith("mtp.")}  # the artifact has none
+        assert ours.keys() == theirs.keys() - head
+        for name, (shape, _) in ours.items():
+            assert shape == theirs[name][0], name
+
+
+def facts(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype of every tensor."""
+    found = {}
+    with safe_open(folder / "model.safetensors", framework="numpy") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            found[name] = (list(part.get_shape()), part.get_dtype())
+    return found
+
+
+def test_the_settings_are_those_of_transformers(embedded: Model, tmp_path: Path) -> None:
+    """Every setting that we write has the value that transformers wrote for the same model."""
+    save(embedded, tmp_path / "out")
+    ours = json.loads((tmp_path / "out" / "target" / "config.json").read_text())
+    theirs = json.loads((TRAINED / "target" / "config.json").read_text())
+    text, other = ours.pop("text_config"), theirs["text_config"]
+    assert text.pop("mtp_num_hidden_layers") == 0 and text.pop("dtype") == "float32"
+    assert text == {key: other[key] for key in text}
+    vision = ours.pop("vision_config")
+    assert vision == {key: theirs["vision_config"][key] for key in vision}
+    assert ours == {key: theirs[key] for key in ours}
+    drafter = json.loads((tmp_path / "out" / "dflash2" / "config.json").read_text())
+    assert drafter.pop("dtype") == "float32"
+    theirs = json.loads((TRAINED / "dflash2" / "config.json").read_text())
+    assert sorted(drafter.items(), key=str) == sorted(theirs.items(), key=str)
+
+
+YARN = Rope(theta=10000.0, kind="yarn", factor=4.0, original_length=160)
+"""Of the DSpark artifacts: nothing in an artifact says how its tables were made."""
+
+ARTIFACTS = {
+    "qwen35_fp32_cpu_mtp": "mtp inside the target, dense",
+    "qwen35_moe_fp32_cpu": "experts",
+    "qwen35_tied_fp32_cpu": "a tied head",
+    "qwen3_fp32_cpu": "no delta net, no gates, norms as they are",
+    "sliding_qwen3_fp32_cpu": "layers with a window, dense",
+    "sliding_qwen3_paged_fp16": "layers with a window, paged, float16",
+    "patched_fp32_paged_dflash2_sw": "a drafter with a window",
+    "patched_fp32_paged_dspark": "a Markov head",
+    "qwen35_paged_bf16_dspark": "bfloat16 throughout",
+    "qwen35_paged_fp16_dflash2": "a bfloat16 drafter under a float16 target",
+}
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_artifacts_survive_being_saved(name: str, tmp_path: Path) -> None:
+    model = jaxdraft.load(artifact(name))
+    rope = {"dspark": YARN} if name.endswith("dspark") else None
+    done = save(model, tmp_path / "out", rope=rope)
+    assert done.rounded == {}
+    again = jaxdraft.load(tmp_path / "out")
+    # Some float16 artifacts have tables of float16; what is loaded is exact.
+    narrow = name == "sliding_qwen3_paged_fp16"
+    assert_same(again, model, tables=5e-4 if narrow else ROTARY_WITHIN)
+    assert again.info == dataclasses.replace(model.info, name="out")
+    # What was read from a checkpoint is saved without any difference at all.
+    save(again, tmp_path / "again", rope=rope)
+    assert_same(jaxdraft.load(tmp_path / "again"), again)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
+def test_a_family_is_saved_in_one_folder(kind: str, family: dict[str, Model], saved: Path) -> None:
+    model = jaxdraft.load(saved, drafter=kind)
+    assert model.info.drafter == kind
+    ours, theirs = arrays_of(model), arrays_of(family[kind])
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        if "target" in name and "rotary" in name or (kind == "mtp" and "rotary" in name):
+            np.testing.assert_allclose(array, theirs[name], atol=2e-5, rtol=0)
+        elif "decay" in name:  # random numbers, which exp need not reach
+            np.testing.assert_allclose(array, theirs[name], rtol=2e-7)
+        else:
+            np.testing.assert_array_equal(array, theirs[name], name)
+
+
+def test_which_drafter_is_loaded(family: dict[str, Model], saved: Path, tmp_path: Path) -> None:
+    assert jaxdraft.load(saved).info.drafter == "dflash2"
+    assert jaxdraft.load(saved / "target").info.drafter == "dflash2"  # beside it
+    assert jaxdraft.load(saved, drafter="none").info.drafter == "none"
+    assert jaxdraft.load(saved, drafter=saved / "dspark").info.drafter == "dspark"
+    assert jaxdraft.load(saved, drafter=str(saved / "dspark")).info.drafter == "dspark"
+    alone = tmp_path / "somewhere"
+    (saved / "target").rename(alone)  # only a folder called target has drafters beside it
+    try:
+        assert jaxdraft.load(alone).info.drafter == "mtp"
+        assert jaxdraft.load(alone, drafter=saved / "dflash2").info.drafter == "dflash2"
+        with pytest.raises(ValueError, match="drafter is 'dspark'.*expected mtp, none"):
+            jaxdraft.load(alone, drafter="dspark")
+    finally:
+        alone.rename(saved / "target")
+
+
+def test_stop_ids_and_tokenizer(saved: Path) -> None:
+    model = jaxdraft.load(saved)
+    assert model.info.stop_ids == (2, 7) and model.info.name == "family"
+    assert model.text is not None
+    assert model.text.encode("def f") == jaxdraft.load(EMBEDDED).text.encode("def f")  # type: ignore[union-attr]
+
+
+def test_shards_are_one_checkpoint(saved: Path, tmp_path: Path) -> None:
+    model = jaxdraft.load(saved)
+    save(model, tmp_path / "out", max_shard_bytes=20_000)
+    shards = sorted(path.name for path in (tmp_path / "out" / "target").glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    index = json.loads((tmp_path / "out" / "target" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(shards)
+    assert_same(jaxdraft.load(tmp_path / "out"), model)
+
+
+def test_a_narrower_dtype_is_reported(saved: Path, tmp_path: Path) -> None:
+    model = jaxdraft.load(saved)
+    done = save(model, tmp_path / "out", dtype="bfloat16")
+    matrix = "target/model.language_model.layers.0.mlp.down_proj.weight"
+    assert 0 < done.rounded[matrix] < 0.01
+    assert {dtype for _, dtype in facts(tmp_path / "out" / "target").values()} == {"BF16"}
+    narrow = jaxdraft.load(tmp_path / "out")
+    assert arrays_of(narrow)["['target']['embed']['weight']"].dtype == jnp.bfloat16
+    wide = jaxdraft.load(tmp_path / "out", dtype="float32")
+    exact = arrays_of(model)["['drafter']['fc']['weight']"]
+    found = arrays_of(wide)["['drafter']['fc']['weight']"]
+    np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_bfloat16_modules_are_saved_exactly(tmp_path: Path) -> None:
+    """Their matrices in bfloat16, and what is shifted or a logarithm in float32."""
+    target = tiny_target(dtype=jnp.bfloat16)
+    model = Model.of(target, tiny_drafter(target, dtype=jnp.bfloat16))
+    assert save(model, tmp_path / "out").rounded == {}
+    stored = {name: dtype for name, (_, dtype) in facts(tmp_path / "out" / "target").items()}
+    assert stored["lm_head.weight"] == "BF16"
+    assert stored["model.language_model.norm.weight"] == "F32"
+    first = jaxdraft.load(tmp_path / "out")
+    assert first.target.dtype == jnp.bfloat16  # type: ignore[attr-defined]
+    assert_same(first, model, tables=2e-5)
+
+
+def test_a_llama_like_target(tmp_path: Path) -> None:
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=8, rotary_dim=8, scale=8**-0.5)
+    target = tiny_target(
+        attention=attention, layers=("attention",) * 2, delta_net=None, taps=(), tied=True
+    )
+    save(target, tmp_path / "out", stop_ids=(3,))
+    config = json.loads((tmp_path / "out" / "target" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["tie_word_embeddings"]
+    names = facts(tmp_path / "out" / "target")
+    assert names["model.layers.1.self_attn.k_proj.weight"] == ([16, 32], "F32")
+    assert "lm_head.weight" not in names and len(names) == 2 + 2 * 9
+    model = jaxdraft.load(tmp_path / "out" / "target")  # no folder around it
+    assert model.info.stop_ids == (3,) and model.info.drafter == "none"
+    # The scale is the shortest decimal of its float32, as in converted artifacts.
+    scale = model.target.config.attention.scale  # type: ignore[attr-defined]
+    assert scale == pytest.approx(8**-0.5, rel=1e-7)
+
+
+def test_experts_and_their_head(tmp_path: Path) -> None:
+    target = tiny_target(mlp=MOE, taps=())
+    model = Model.of(target, tiny_mtp(target, mlp=MOE))
+    save(model, tmp_path / "out")
+    names = facts(tmp_path / "out" / "target")
+    assert names["mtp.layers.0.mlp.experts.gate_up_proj"] == ([4, 48, 32], "F32")
+    again = jaxdraft.load(tmp_path / "out")
+    assert again.drafter.config.mlp == MOE  # type: ignore[attr-defined]
+    moe = "['drafter']['mlp']['gate_up']"
+    np.testing.assert_array_equal(arrays_of(again)[moe], arrays_of(model)[moe])
+
+
+def test_an_older_spelling_of_the_settings(saved: Path, tmp_path: Path) -> None:
+    """``torch_dtype``, ``rope_theta`` at the top, ``full_attention_interval``, no optional keys."""
+    from tests.checkpoint.common import edit_json
+
+    model = jaxdraft.load(saved, drafter="none")
+    import shutil
+
+    folder = Path(shutil.copytree(saved / "target", tmp_path / "older"))
+
+    def change(config: dict[str, Any]) -> None:
+        text = config["text_config"]
+        rope = text.pop("rope_parameters")
+        text["rope_theta"] = rope["rope_theta"]
+        text["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        text["rope_scaling"] = {"type": "default", "mrope_section": rope["mrope_section"]}
+        del text["layer_types"], config["tie_word_embeddings"], text["tie_word_embeddings"]
+        text["full_attention_interval"] = 4
+        config["torch_dtype"] = config.pop("dtype")
+        del text["dtype"]
+
+    edit_json(folder / "config.json", change)
+    assert_same(jaxdraft.load(folder, drafter="none"), model)
+
+
+def test_the_text_model_alone(saved: Path, tmp_path: Path) -> None:
+    """Without the model it is a part of: settings at the top, names without language_model."""
+    import shutil
+
+    from tests.checkpoint.common import edit_json, edit_tensors
+
+    folder = Path(shutil.copytree(saved / "target", tmp_path / "text"))
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            array = tensors.pop(name)
+            if not name.startswith("model.visual."):
+                tensors[name.replace("model.language_model.", "model.")] = array
+
+    edit_tensors(folder / "model.safetensors", rename)
+    edit_json(folder / "config.json", lambda c: c.update(architectures=["Qwen3_5ForCausalLM"]))
+    assert_same(jaxdraft.load(folder), jaxdraft.load(saved, drafter="mtp"))
+
+
+def test_tables_of_no_plain_base_are_asked_for(tmp_path: Path) -> None:
+    model = jaxdraft.load(artifact("patched_fp32_paged_dspark"))
+    with pytest.raises(ValueError, match="dspark: the rotary tables are of no plain base"):
+        save(model, tmp_path / "out")
+    wrong = dataclasses.replace(YARN, factor=8.0)
+    with pytest.raises(ValueError, match="dspark: the rotary tables are not those of Rope"):
+        save(model, tmp_path / "out", rope={"dspark": wrong})
+    assert list(tmp_path.iterdir()) == []
