@@ -110,50 +110,40 @@ def _load(
     files: DataFiles,
     progress: Callable[[int, int, str], None] | None,
 ) -> Loaded:
-    home = folder if (folder / CONFIG).is_file() else folder / TARGET
-    with _problems_of(home, folder) as problems:
-        body, tensors = read_json(home, CONFIG), read_tensors(home, files)
-        stored_head = "lm_head.weight" in tensors
-        target = read_target(body, head_stored=stored_head, problems=problems)
-        stop_ids = _stop_ids(home, target)
-        layout = target_layout(target.config, target.family)
-        head = [] if target.mtp is None else mtp_layout(target.mtp)
-        aside = (VISION,) if target.family.composite else ()
-        _check_tensors([*layout, *head], tensors, _file(home), aside, problems)
-    chosen = _choose(drafter, home, folder, target)
-    config, shells = target.config, {}
-    compute = _dtype(dtype, target.dtype, tensors, layout[0])
-    kind: DrafterKind | None = None
-    block: _Block | None = None
+    target = _read_target(folder, files)
+    facts, config = target.facts, target.facts.config
+    chosen = _choose(drafter, target.folder, folder, facts)
+    block = None
     if isinstance(chosen, Path):
         block = _read_block(chosen, folder, config, files)
-        kind = block.facts.config.kind
         config = dataclasses.replace(config, taps=block.facts.taps)
-    elif chosen is not None:
-        kind = chosen
+    elif chosen == "mtp":
         config = dataclasses.replace(config, hidden_states=True)
-    rotary = config.attention.rotary_dim if config.attention else 0
-    tables = functools.cache(lambda: target.rope.target_tables(config.context_length, rotary))
-    shells["target"] = _shell(Decoder, config, layout, tensors, tables, compute, _file(home))
+
+    tables = functools.cache(
+        lambda: facts.rope.target_tables(config.context_length, config.rotary_dim)
+    )
+    file, compute = _file(target.folder), target.dtype(dtype)
+    shells = {
+        "target": _shell(Decoder, config, target.layout, target.tensors, tables, compute, file)
+    }
+    kind: DrafterKind | None = None
     described: DrafterConfig | None = None
     if block is not None:
         described, rope = block.facts.config, block.facts.rope
-        wide = described.attention.rotary_dim
+        kind, wide = described.kind, described.attention.rotary_dim
         own = functools.cache(lambda: rope.tables(config.context_length, wide))
-        narrow = _dtype(dtype, block.facts.dtype, block.tensors, block.layout[0])
+        file, compute = _file(block.folder), block.dtype(dtype)
+        module = _MODULES[kind]
         shells["drafter"] = _shell(
-            _MODULES[described.kind],
-            described,
-            block.layout,
-            block.tensors,
-            own,
-            narrow,
-            _file(block.folder),
+            module, described, block.layout, block.tensors, own, compute, file
         )
-    elif kind is not None:
-        assert target.mtp is not None
-        described = target.mtp
-        shells["drafter"] = _shell(Mtp, described, head, tensors, tables, compute, _file(home))
+    elif chosen == "mtp":
+        kind, described = "mtp", facts.mtp
+        assert described is not None
+        shells["drafter"] = _shell(
+            Mtp, described, target.head, target.tensors, tables, compute, file
+        )
     frozen, stored, weights = _fill(shells, progress)
     return Loaded(
         target_config=config,
@@ -161,15 +151,15 @@ def _load(
         drafter_kind=kind,
         drafter_config=described,
         drafter=frozen.get("drafter"),
-        eos_token_ids=stop_ids,
-        bos_token_id=target.bos_token_id,
-        pad_token_id=target.pad_token_id,
+        eos_token_ids=target.stop_ids,
+        bos_token_id=facts.bos_token_id,
+        pad_token_id=facts.pad_token_id,
         context_length=config.context_length,
-        model_type=target.family.model_type,
+        model_type=facts.family.model_type,
         vocab_size=config.vocab_size,
         page_size=None,
         max_batch=None,
-        folder=home,
+        folder=target.folder,
         stored_bytes=stored,
         weight_bytes=weights,
     )
@@ -179,13 +169,49 @@ def _load(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-    """A block drafter's folder, read and checked."""
+class _Part:
+    """A folder, read and checked."""
 
     folder: Path
-    facts: BlockFacts
     layout: Sequence[Entry]
     tensors: Tensors
+
+    def stored(self, requested: DTypeLike | None, said: str | None) -> jnp.dtype:
+        """What was asked for, what the configuration says, or what the first matrix is."""
+        first = self.tensors[self.layout[0].parts[0].name]
+        return jnp.dtype(requested if requested is not None else said or FLOATS[first.data_type])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target(_Part):
+    facts: TargetFacts
+    head: Sequence[Entry]  # of a multi-token-prediction head; empty: there is none
+    stop_ids: tuple[int, ...]
+
+    def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
+        return self.stored(requested, self.facts.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block(_Part):
+    facts: BlockFacts
+
+    def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
+        return self.stored(requested, self.facts.dtype)
+
+
+def _read_target(folder: Path, files: DataFiles) -> _Target:
+    home = folder if (folder / CONFIG).is_file() else folder / TARGET
+    with _problems_of(home, folder) as problems:
+        body, tensors = read_json(home, CONFIG), read_tensors(home, files)
+        stored_head = "lm_head.weight" in tensors
+        facts = read_target(body, head_stored=stored_head, problems=problems)
+        stop_ids = _stop_ids(home, facts)
+        layout = target_layout(facts.config, facts.family)
+        head = [] if facts.mtp is None else mtp_layout(facts.mtp)
+        aside = (VISION,) if facts.family.composite else ()
+        _check_tensors([*layout, *head], tensors, _file(home), aside, problems)
+    return _Target(home, layout, tensors, facts, head, stop_ids)
 
 
 def _choose(
@@ -230,7 +256,7 @@ def _read_block(path: Path, folder: Path, target: TargetConfig, files: DataFiles
         facts = read_block(body, kinds[0], target, problems)
         layout = block_layout(facts.config)
         _check_tensors(layout, tensors, _file(path), (), problems)
-    return _Block(path, facts, layout, tensors)
+    return _Block(path, layout, tensors, facts)
 
 
 @contextlib.contextmanager
@@ -362,15 +388,6 @@ def _shell(
         recipes[path] = Recipe.of(Made(wanted[path].shape, table))
     check(file, wanted, recipes)
     return Shell(structure, wanted, recipes)
-
-
-def _dtype(
-    requested: DTypeLike | None, said: str | None, tensors: Tensors, entry: Entry
-) -> jnp.dtype:
-    """What was asked for, what the configuration says, or what the first matrix is."""
-    if requested is not None:
-        return jnp.dtype(requested)
-    return jnp.dtype(said or FLOATS[tensors[entry.parts[0].name].data_type])
 
 
 def _fill(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import jaxdraft
 from jaxdraft import EMBEDDED, Model
@@ -68,6 +69,23 @@ def test_a_saved_artifact_has_the_tensors_of_its_checkpoint(
         assert ours.keys() == theirs.keys() - head
         for name, (shape, _) in ours.items():
             assert shape == theirs[name][0], name
+
+
+def test_what_was_stored_is_stored_again(trained: Model, tmp_path: Path) -> None:
+    """In bfloat16, as all numbers were: to the bit, or to the same ``1 + w``, ``exp(A_log)``."""
+    done = save(trained, tmp_path / "out", dtype="bfloat16")
+    assert done.rounded == {}
+    for part in done.parts:
+        theirs = load_file(TRAINED / part / "model.safetensors")
+        for name, array in load_file(tmp_path / "out" / part / "model.safetensors").items():
+            if name.startswith("model.visual."):
+                continue
+            pair = (array, theirs[name])
+            if "norm" in name and part == "target":
+                pair = tuple(np.float32(1) + x.astype(np.float32) for x in pair)
+            elif name.endswith("A_log"):
+                pair = tuple(np.exp(x.astype(np.float64)).astype(np.float32) for x in pair)
+            assert pair[0].tobytes() == pair[1].tobytes(), name
 
 
 def facts(folder: Path) -> dict[str, tuple[list[int], str]]:
@@ -222,6 +240,16 @@ def test_a_llama_like_target(tmp_path: Path) -> None:
     # The scale is the shortest decimal of its float32, as in converted artifacts.
     scale = model.target.config.attention.scale  # type: ignore[attr-defined]
     assert scale == pytest.approx(8**-0.5, rel=1e-7)
+
+
+def test_every_layer_with_a_window(tmp_path: Path) -> None:
+    window = AttentionConfig(
+        heads=4, kv_heads=2, head_dim=16, rotary_dim=16, qk_norm=True, scale=0.25, window=8
+    )
+    layers = ("sliding",) * 2
+    target = tiny_target(layers=layers, attention=None, sliding=window, delta_net=None, taps=())
+    save(target, tmp_path / "out")
+    assert_same(jaxdraft.load(tmp_path / "out"), Model.of(target), tables=2e-5)
 
 
 def test_experts_and_their_head(tmp_path: Path) -> None:
