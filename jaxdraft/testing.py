@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal, TargetOutput
+from jaxdraft.base import Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal, TargetOutput
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
@@ -25,7 +25,9 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.draft.mtp import MtpDrafter
+from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.generate import generate
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
@@ -144,6 +146,63 @@ class TableDrafter:
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """The row of the anchor."""
         return state, *propose_tokens(self.table[feed.anchor], feed)
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        return self.propose(state, feed)
+
+
+@struct.dataclass
+class LatticeDrafter:
+    """A lattice from a table, by the anchor alone: for everything that walks or draws.
+
+    ``candidates`` [V, K, C] and ``scores`` [V, K, C, C]; the first row of ``scores[v, 0]`` stands
+    for all of them.
+    """
+
+    candidates: jax.Array
+    scores: jax.Array
+
+    @classmethod
+    def random(
+        cls, key: jax.Array, vocab_size: int, draft_tokens: int = 3, candidates: int = 3
+    ) -> LatticeDrafter:
+        """Distinct random candidates, independent normal scores."""
+        first, second = jax.random.split(key)
+        shape = (vocab_size, draft_tokens, candidates)
+        order = jax.random.uniform(first, (*shape[:2], vocab_size))
+        ids = jnp.argsort(order, axis=-1)[..., :candidates].astype(jnp.int32)
+        return cls(ids, jax.random.normal(second, (*shape, candidates), jnp.float32))
+
+    @property
+    def draft_tokens(self) -> int:
+        """K."""
+        return self.candidates.shape[1]
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """Nothing to remember."""
+        del batch, capacity
+        return ()
+
+    def ingest(self, state: Any, feed: Feed) -> Any:
+        """Nothing to take in."""
+        del feed
+        return state
+
+    def lattice(self, anchor: jax.Array) -> Lattice:
+        """The candidates and scores after ``anchor`` [B]."""
+        scores = self.scores[anchor]
+        return Lattice(self.candidates[anchor], scores.at[:, 0].set(scores[:, 0, :1]))
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """Walk the lattice, or draw from it."""
+        lattice = self.lattice(feed.anchor)
+        if feed.draw is None:
+            proposal, info = propose_tokens(path_tokens(lattice, walk(lattice, greedy)), feed)
+            return state, replace(proposal, lattice=lattice), info
+        tokens, support = sampled_walk(lattice, feed.draw)
+        proposal, info = propose_tokens(tokens, feed)
+        return state, replace(proposal, lattice=lattice, support=support), info
 
     def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """``ingest`` then ``propose``."""
@@ -368,6 +427,7 @@ def run_rows_one_by_one(target: DecoderTarget, tokens: jax.Array, state: Any) ->
 
 
 __all__ = [
+    "LatticeDrafter",
     "ScriptedDrafter",
     "TableDrafter",
     "TableState",

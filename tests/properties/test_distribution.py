@@ -1,0 +1,262 @@
+"""What comes out of sampling has the target's distribution, whatever is proposed.
+
+Small table models whose every output can be enumerated, tens of thousands of rows at once, and
+planted mistakes that the same test must find.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdraft
+from jaxdraft import EMBEDDED, Model, Sampling, generate, verify
+from jaxdraft.base import DraftInfo, Feed, Proposal, Support
+from jaxdraft.sampling import PROPOSALS, distribution
+from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
+from tests.oracle.sampling import adjusted, chi_square, same_source, sequences, truncated
+
+VOCAB, ROWS, NEW = 6, 20_000, 4
+PROMPT = [3, 1]
+LIMIT = 1e-4  # of a p-value: one false alarm in ten thousand configurations, at fixed seeds none
+
+TARGET = TableTarget(1.5 * jax.random.normal(jax.random.key(5), (97, VOCAB), jnp.float32))
+DRAFTER = LatticeDrafter.random(jax.random.key(6), VOCAB, 3, 3)
+MODEL = Model.of(TARGET, DRAFTER)
+
+
+def outputs(drafter: Any, sampling: Sampling, key: int = 0, **options: Any) -> Counter:
+    """How often each output came, by its first NEW tokens."""
+    out = generate(
+        MODEL,
+        np.tile(np.asarray(PROMPT, np.int32), (ROWS, 1)),
+        max_new_tokens=NEW + 4,  # so that the drafts of a whole block are among the first NEW
+        drafter=drafter,
+        sampling=sampling,
+        key=key,
+        **options,
+    )
+    return Counter(map(tuple, np.asarray(out.tokens)[:, :NEW].tolist()))
+
+
+@functools.cache
+def table() -> np.ndarray:
+    return np.asarray(TARGET.table, np.float64)
+
+
+def exactly(how: dict[str, Any], changes: dict[str, Any] | None = None) -> dict[Any, float]:
+    """The probability of every output."""
+
+    def step(output: list[int]) -> np.ndarray:
+        before, last = (PROMPT + output)[-2:]
+        logits = table()[(31 * before + last) % len(table())]
+        return truncated(adjusted(logits, PROMPT, output, **(changes or {})), **how)
+
+    return sequences(step, VOCAB, NEW)
+
+
+TRUNCATIONS = [
+    {"temperature": 0.7},
+    {"temperature": 1.4},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.25},
+    {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("proposals", PROPOSALS)
+@pytest.mark.parametrize("how", TRUNCATIONS, ids=str)
+def test_every_mode_and_truncation(proposals: Any, how: dict[str, Any]) -> None:
+    counts = outputs("auto", Sampling(**how, proposals=proposals))
+    p, distance = chi_square(counts, exactly(how))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+CHANGES = [
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.7},
+    {"repetition_penalty": 0.6, "frequency_penalty": -0.8},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_penalties_count_the_drafts_before_a_row(change: dict[str, Any]) -> None:
+    counts = outputs("auto", Sampling(**change))
+    p, distance = chi_square(counts, exactly({}, change))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+def test_bias_bans_and_early_stops() -> None:
+    allowed = np.array([True, True, True, False, True, True])
+    change = {"logit_bias": {0: 1.5, 4: -2.0}, "allowed": allowed, "min_new_tokens": 2}
+    counts = outputs("auto", Sampling(**change), stop_ids=[2])
+    expected: dict[Any, float] = {}
+    for path, mass in exactly({}, {**change, "stop_ids": [2]}).items():
+        cut = path[: path.index(2) + 1] if 2 in path else path
+        cut = cut + (-1,) * (NEW - len(cut))
+        expected[cut] = expected.get(cut, 0.0) + mass
+    p, distance = chi_square(counts, expected)
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+def test_a_mask_of_your_own_sees_the_drafts() -> None:
+    """A token may not follow itself: the rule needs the history of every row of the window."""
+
+    def mask(tokens: jax.Array, length: jax.Array) -> jax.Array:
+        return jnp.arange(VOCAB) != tokens[length - 1]
+
+    def step(output: list[int]) -> np.ndarray:
+        before, last = (PROMPT + output)[-2:]
+        logits = table()[(31 * before + last) % len(table())].copy()
+        logits[last] = -np.inf
+        return truncated(logits)
+
+    p, distance = chi_square(outputs("auto", Sampling(mask=mask)), sequences(step, VOCAB, NEW))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+# ---------------------------------------------------------------------- planted mistakes
+
+
+class _Mutant(LatticeDrafter):
+    """Says something wrong about what its drafts were drawn from."""
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        state, proposal, info = super().propose(state, feed)
+        assert feed.draw is not None and proposal.lattice is not None
+        # The rows that the walk went through: of each step, those of its predecessor.
+        chosen = jnp.argmax(
+            proposal.lattice.candidates[:, :-1] == proposal.tokens[:, :-1, None], axis=-1
+        )
+        before = jnp.pad(chosen, ((0, 0), (1, 0)))[..., None, None]
+        rows = jnp.take_along_axis(proposal.lattice.scores, before, axis=2)[:, :, 0]
+        probs = self.wrong(rows, feed)
+        support = Support(proposal.lattice.candidates, probs)
+        return state, replace(proposal, support=support), info
+
+    def wrong(self, rows: jax.Array, feed: Feed) -> jax.Array:
+        raise NotImplementedError
+
+
+@jax.tree_util.register_pytree_node_class
+class Untruncated(_Mutant):
+    """Truncation on the drafting side only: q as if nothing had been cut off."""
+
+    def wrong(self, rows: jax.Array, feed: Feed) -> jax.Array:
+        return jax.nn.softmax(rows, axis=-1)
+
+    def tree_flatten(self) -> Any:
+        return (self.candidates, self.scores), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
+        return cls(*leaves)
+
+
+@jax.tree_util.register_pytree_node_class
+class Unnormalised(Untruncated):
+    """What is left of q after the cut does not sum to one."""
+
+    def wrong(self, rows: jax.Array, feed: Feed) -> jax.Array:
+        assert feed.draw is not None
+        kept = distribution(rows, feed.draw.truncation).probs() > 0
+        return jnp.where(kept, jax.nn.softmax(rows, axis=-1), 0.0)
+
+    tree_flatten = Untruncated.tree_flatten
+
+
+@jax.tree_util.register_pytree_node_class
+class Fresh(Untruncated):
+    """Right; another type, so that what is patched below is traced anew."""
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        return LatticeDrafter.propose(self, state, feed)
+
+    tree_flatten = Untruncated.tree_flatten
+
+
+@pytest.mark.parametrize("kind", [Untruncated, Unnormalised])
+def test_a_wrong_q_is_found(kind: Any) -> None:
+    how: dict[str, Any] = {"temperature": 1.0, "top_k": 2}
+    drafter = kind(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
+    assert p < LIMIT
+
+
+def test_a_residual_of_the_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallen = verify._fallen
+
+    def one_late(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
+        return fallen(proposal, jnp.minimum(accepted + 1, proposal.length - 1), vocab)
+
+    monkeypatch.setattr(verify, "_fallen", one_late)
+    drafter = Fresh(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling()), exactly({}))
+    assert p < LIMIT
+
+
+def test_the_same_without_the_patch_is_right() -> None:
+    """So what the mutants are found by is their mistake and not their type."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Right(Fresh):
+        tree_flatten = Untruncated.tree_flatten
+
+    p, _ = chi_square(outputs(Right(DRAFTER.candidates, DRAFTER.scores), Sampling()), exactly({}))
+    assert p > LIMIT
+
+
+# ------------------------------------------------------------------------- real drafters
+
+
+def _sequences(model: Model, prompt: list[int], rows: int, drafter: Any, **options: Any) -> Any:
+    out = generate(
+        model,
+        np.tile(np.asarray(prompt, np.int32), (rows, 1)),
+        max_new_tokens=6,
+        drafter=drafter,
+        stop_ids=(),
+        **options,
+    )
+    return np.asarray(out.tokens), jaxdraft.summarize(out.stats)
+
+
+def test_the_trained_family_with_drafts_and_without() -> None:
+    """First tokens, and sequences of three, of a thousand rows each."""
+    model = jaxdraft.load(EMBEDDED)
+    assert model.text is not None
+    prompt = model.text.encode("def __init__(self")
+    how = Sampling(temperature=0.7, top_p=0.95)
+    plain, _ = _sequences(model, prompt, 1024, "none", sampling=how, key=1)
+    drafted, summary = _sequences(model, prompt, 1024, "auto", sampling=how, key=2)
+    assert summary.accepted > 250  # otherwise the test would say nothing
+    # The first token belongs to no round; the second is the first that drafts could spoil.
+    assert same_source(Counter(plain[:, 1].tolist()), Counter(drafted[:, 1].tolist())) > LIMIT
+    left, right = (Counter(map(tuple, x[:, :3].tolist())) for x in (plain, drafted))
+    assert same_source(left, right) > LIMIT
+
+
+def test_a_sampled_chain() -> None:
+    """MTP draws from its best tokens, each fed on to the next pass."""
+    model = tiny_model("mtp", vocab_size=40)
+    how = Sampling(temperature=0.3, top_k=8)
+    plain, _ = _sequences(model, [7, 8, 9], 4096, "none", sampling=how, key=1)
+    drafted, summary = _sequences(model, [7, 8, 9], 4096, "auto", sampling=how, key=2)
+    assert summary.accepted > 100
+    left, right = (Counter(map(tuple, x[:, 1:3].tolist())) for x in (plain, drafted))
+    assert same_source(left, right) > LIMIT
+
+
+def test_certain_drafts() -> None:
+    """A drafter that leaves nothing to chance proposes with probability one."""
+    counts = outputs("ngram", Sampling(temperature=1.2))
+    p, _ = chi_square(counts, exactly({"temperature": 1.2}))
+    assert p > LIMIT
