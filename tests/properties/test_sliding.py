@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxdraft
-from jaxdraft import Model, generate
+from jaxdraft import Engine, Model, generate
 from jaxdraft.base import TargetOutput
+from jaxdraft.engine.programs import Buckets
 from jaxdraft.nn.decoder import DecoderState, DecoderTarget
 from jaxdraft.state.ring import Ring
 from jaxdraft.testing import (
@@ -300,6 +301,26 @@ def test_generation_over_wrapping_rings_is_lossless(script: str) -> None:
     assert out.ids() == plain.ids()
     accepted = int(out.stats.accepted.sum())
     assert accepted == 0 if script == "wrong" else accepted > 20
+
+
+def test_the_engine_over_wrapping_rings() -> None:
+    """Three requests in two rows, of which two share 144 positions, past the end of rings of 144
+    slots: the tokens of each alone, with a prefix taken from a checkpoint that holds its rings.
+    """
+    model = Model.of(target())
+    shared = [3 + i % 37 for i in range(150)]
+    prompts = [shared, [7, 8, 9], [*shared[:146], 40, 41]]
+    alone = [generate(model, [p], max_new_tokens=16, drafter="none").ids()[0] for p in prompts]
+    buckets = Buckets(rows=(2,), chunks=(16,), columns=(24,))
+    engine = Engine(
+        model, max_batch=2, page_size=8, context=192, chunk=16, drafter="ngram", buckets=buckets
+    )
+    requests = [engine.submit(prompt, max_new_tokens=16) for prompt in prompts]
+    for _ in engine.run():
+        engine.check()
+    assert [request.tokens for request in requests] == alone
+    assert requests[2].reused == 144 and engine.runner.state.target.sliding.slots == 144
+    engine.close()
 
 
 # ------------------------------------------------------------------ exported models
