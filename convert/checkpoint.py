@@ -30,7 +30,7 @@ from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
 from convert.plan import Shell
 from convert.shards import read_json, read_tensors
 from jaxdraft.checkpoint.files import INDEX, SINGLE
-from jaxdraft.checkpoint.forms import Form, decode
+from jaxdraft.checkpoint.forms import Form, decode, float_dtype
 from jaxdraft.checkpoint.layout import (
     MTP,
     ROTARY,
@@ -53,8 +53,6 @@ GENERATION = "generation_config.json"
 _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
 _HEADS = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
 """What the names of the tensors begin with that only this kind of drafter has."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 Array = np.ndarray
 Tensors = Mapping[str, Tensor]
@@ -93,8 +91,8 @@ def load_checkpoint(
       ArtifactError: with every problem found.
       ValueError: there is no such drafter, or ``dtype`` is not one that is supported.
     """
-    if dtype is not None and np.dtype(dtype).name not in _DTYPES:
-        raise ValueError(f"dtype {np.dtype(dtype).name!r} is not one of {', '.join(_DTYPES)}")
+    if dtype is not None:
+        dtype = float_dtype(dtype)
     folder = Path(folder)
     files = DataFiles(folder)
     try:
@@ -115,7 +113,7 @@ def _load(
     chosen = _choose(drafter, target.folder, folder, facts)
     block = None
     if isinstance(chosen, Path):
-        block = _read_block(chosen, folder, config, files)
+        block = _read_block(chosen, folder, target, files)
         config = dataclasses.replace(config, taps=block.facts.taps)
     elif chosen == "mtp":
         config = dataclasses.replace(config, hidden_states=True)
@@ -242,7 +240,7 @@ def _choose(
     )
 
 
-def _read_block(path: Path, folder: Path, target: TargetConfig, files: DataFiles) -> _Block:
+def _read_block(path: Path, folder: Path, target: _Target, files: DataFiles) -> _Block:
     with _problems_of(path, folder) as problems:
         body, tensors = read_json(path, CONFIG), read_tensors(path, files)
         kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
@@ -253,10 +251,34 @@ def _read_block(path: Path, folder: Path, target: TargetConfig, files: DataFiles
                 f"tensors of {' and '.join(kinds) or 'no drafter'}",
                 " or ".join(f"{head}* of {kind}" for kind, head in _HEADS.items()),
             )
-        facts = read_block(body, kinds[0], target, problems)
+        facts = read_block(body, kinds[0], target.facts.config, problems)
         layout = block_layout(facts.config)
-        _check_tensors(layout, tensors, _file(path), (), problems)
+        tensors = _without_copies(tensors, target, problems)
+        # A confidence head says how many drafts are worth verifying. We verify all.
+        aside = ("confidence_head.",) if kinds[0] == "dspark" else ()
+        _check_tensors(layout, tensors, _file(path), aside, problems)
     return _Block(path, layout, tensors, facts)
+
+
+def _without_copies(tensors: Tensors, target: _Target, problems: Problems) -> Tensors:
+    """Some drafters are stored with copies of the target's embedding and head: equal, or refused.
+
+    They are not loaded. The drafter uses the target's own arrays.
+    """
+    config = target.facts.config
+    table = f"{target.facts.family.prefix}embed_tokens.weight"
+    copies = {"embed_tokens.weight": table, "lm_head.weight": "lm_head.weight"}
+    if config.tied:
+        copies["lm_head.weight"] = table
+    for name, original in copies.items():
+        if name not in tensors or original not in target.tensors:
+            continue
+        ours, theirs = tensors[name], target.tensors[original]
+        if ours.shape != theirs.shape or not np.array_equal(ours.read(), theirs.read()):
+            problems.report(
+                ours.file, f"tensor {name}", "other numbers", f"those of the target's {original}"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 @contextlib.contextmanager

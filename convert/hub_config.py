@@ -18,6 +18,7 @@ from typing import Any
 
 from convert.errors import ArtifactError, Problems
 from convert.parts import shortest
+from jaxdraft.checkpoint.forms import DTYPES
 from jaxdraft.checkpoint.layout import FAMILIES, Family
 from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.config import (
@@ -35,7 +36,6 @@ from jaxdraft.config import (
 
 CONFIG = "config.json"
 _INT32 = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 
 DSPARK_CANDIDATES = 16
 """C of a DSpark drafter whose file does not say: the model builder's ``dspark_top_k``."""
@@ -81,19 +81,24 @@ _DRAFTER = _SILENT | {
     "use_sliding_window",
     "vocab_size",
 }
-_COMMON_BLOCK = {"mask_token_id", "selector_top_k", "target_layer_ids"}
+_COMMON_BLOCK = {"block_size", "mask_token_id", "selector_top_k", "target_layer_ids"}
 _BLOCK = {
     "dflash2": _COMMON_BLOCK
+    | {"conv_group_size", "conv_kernel_size", "input_embedding_scale", "selector_rank"},
+    # How a confidence head was trained changes which drafts are verified, and none of the drafts.
+    "dspark": _COMMON_BLOCK
     | {
-        "block_size",
-        "conv_group_size",
-        "conv_kernel_size",
-        "input_embedding_scale",
-        "selector_rank",
+        "confidence_head_alpha",
+        "confidence_head_with_markov",
+        "enable_confidence_head",
+        "markov_head_type",
+        "markov_rank",
+        "num_anchors",
+        "projector_type",
     },
-    "dspark": _COMMON_BLOCK | {"markov_rank"},
 }
-_TOP = {"dflash2": set(), "dspark": {"block_size", "markov_rank"}}
+"""Settings of the drafting itself. They stand in ``dflash_config`` or at the top."""
+
 _PLAIN_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _MROPE = {"mrope_interleaved", "mrope_section"}
 _YARN_ROPE = {
@@ -246,9 +251,9 @@ class _Section:
 
     def dtype(self) -> str | None:
         value = self.body.get("dtype", self.body.get("torch_dtype"))
-        if value is not None and value not in _DTYPES:
+        if value is not None and value not in DTYPES:
             key = "dtype" if "dtype" in self.body else "torch_dtype"
-            raise self.fail(key, "one of " + ", ".join(_DTYPES))
+            raise self.fail(key, "one of " + ", ".join(DTYPES))
         return value
 
     def rope(self, keys: set[str], kinds: tuple[str, ...]) -> tuple[Rope, _Section]:
@@ -450,9 +455,16 @@ class _Block:
     ):
         self.kind, self.target, self.problems = kind, target, problems
         self.top = _Section(body, "", problems)
-        self.top.known(_DRAFTER | _TOP[kind])
-        self.block = self.top.section("dflash_config")
-        self.block.known(_BLOCK[kind])
+        self.top.known(_DRAFTER | _BLOCK[kind])
+        inner = body.get("dflash_config", {})
+        if not isinstance(inner, dict):
+            raise self.top.fail("dflash_config", "an object")
+        _Section(inner, "dflash_config", problems).known(_BLOCK[kind])
+        for key in sorted(_BLOCK[kind] & inner.keys() & body.keys()):
+            if inner[key] != body[key]:
+                problems.append(self.top.fail(key, f"{json.dumps(inner[key])}, of dflash_config"))
+        outer = {key: body[key] for key in _BLOCK[kind] & body.keys()}
+        self.block = _Section({**outer, **inner}, "dflash_config", problems)
 
     def read(self) -> BlockFacts:
         top, block, target = self.top, self.block, self.target
@@ -465,7 +477,7 @@ class _Block:
         layers = top.whole("num_hidden_layers", high=4096)
         eps = top.number("rms_norm_eps", 1e-6)
         taps = self._taps()
-        size = (block if dflash2 else top).whole("block_size", 2 if dflash2 else 1, 4096)
+        size = block.whole("block_size", 2 if dflash2 else 1, 4096)
         kinds = ("default",) if dflash2 else ("default", "yarn")
         rope, section = top.rope(_PLAIN_ROPE, kinds)
         section.only("partial_rotary_factor", 1, 1.0)
@@ -532,7 +544,9 @@ class _Block:
         kind = "sliding_attention" if windowed else "full_attention"
         types = top.body.get("layer_types")
         if types is not None and types != [kind] * layers:
-            raise top.fail("layer_types", f"{layers} of {kind}: one window for all layers")
+            raise top.fail(
+                "layer_types", f"{layers} of {kind}, since use_sliding_window is {windowed}"
+            )
         if not windowed:
             return FULL_ATTENTION
         top.only("max_window_layers", 0, layers)
@@ -547,8 +561,8 @@ class _Block:
     def _rank(self) -> int:
         if self.kind == "dflash2":
             return self.block.whole("selector_rank")
-        inside = "markov_rank" not in self.top.body and "markov_rank" in self.block.body
-        return (self.block if inside else self.top).whole("markov_rank")
+        self.block.only("markov_head_type", "vanilla")
+        return self.block.whole("markov_rank")
 
     def _conv(self) -> ConvConfig:
         group = self.block.whole("conv_group_size", 1, self.target.width)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 Array = np.ndarray
 
@@ -16,6 +18,26 @@ class Form(enum.Enum):
     OFFSET = enum.auto()  # x - 1: Qwen3.5's norms multiply by 1 + w
     LOG = enum.auto()  # log(-x): A_log, the decay scale being -exp(A_log)
     ZERO = enum.auto()  # not at all: a bias the architecture has not
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What tensors are stored in, and modules made of."""
+
+
+def float_dtype(dtype: DTypeLike) -> np.dtype:
+    """One of :data:`DTYPES`.
+
+    Raises:
+      ValueError: ``dtype`` is something else.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        name = repr(dtype) if found is None else repr(found.name)
+        raise ValueError(f"dtype is {name}; expected one of {', '.join(DTYPES)}")
+    return found
 
 
 def encode(values: Array, form: Form, dtype: np.dtype) -> Array:

@@ -55,11 +55,26 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter, and the tensors that make it, in the order in which they lie in memory."""
+    """A parameter, and the tensors that make it, in the order in which they lie in memory.
+
+    Attributes:
+      path: of the parameter.
+      parts: the tensors.
+      form: how its values are stored.
+      reshaped: shape of the parameter, where it is not that of the tensors one below the other.
+    """
 
     path: Path
     parts: tuple[Part, ...]
     form: Form = Form.PLAIN
+    reshaped: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter; of one that is stored at all."""
+        if self.reshaped is not None:
+            return self.reshaped
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,11 +275,12 @@ def _attention(
 def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> list[Entry]:
     heads, values, channels = config.value_heads, config.value_rows, config.channels
     qkvz = dict(in_proj_qkv=channels, in_proj_z=values)
-    conv = f"{name}.conv1d.weight"
+    taps = config.conv_width
+    conv = Part(f"{name}.conv1d.weight", (channels, 1, taps))  # of one channel each, says torch
     return [
         _rows((*path, "qkvz", "weight"), name, width, **qkvz),
         _rows((*path, "ba", "weight"), name, width, in_proj_b=heads, in_proj_a=heads),
-        _one((*path, "conv_weight"), conv, channels, 1, config.conv_width),
+        Entry((*path, "conv_weight"), (conv,), reshaped=(channels, taps)),
         Entry((*path, "conv_bias"), (), Form.ZERO),
         _one((*path, "decay_scale"), f"{name}.A_log", heads, form=Form.LOG),
         _one((*path, "dt_bias"), f"{name}.dt_bias", heads),

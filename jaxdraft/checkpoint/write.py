@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as words
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
-from jaxdraft.checkpoint.forms import Form, difference, encode
+from jaxdraft.checkpoint.forms import Form, difference, encode, float_dtype
 from jaxdraft.checkpoint.layout import (
     ROTARY,
     TARGET,
@@ -49,7 +49,6 @@ _TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-_DTYPES = ("float32", "bfloat16", "float16")
 
 Parameters = Mapping[ParameterPath, Any]
 
@@ -118,13 +117,12 @@ def save(
       FileExistsError: ``folder`` exists, and may not be replaced.
     """
     folder = Path(folder)
-    if dtype is not None and np.dtype(dtype).name not in _DTYPES:
-        raise ValueError(f"dtype is {np.dtype(dtype).name!r}; expected one of {', '.join(_DTYPES)}")
+    stored = None if dtype is None else float_dtype(dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     check_free(folder, PARTS, overwrite=overwrite)
     rounded: dict[str, float] = {}
-    plan = _Plan(model, drafters, dtype, dict(rope or {}), stop_ids, rounded)
+    plan = _Plan(model, drafters, stored, dict(rope or {}), stop_ids, rounded)
     files = _tokenizer_files(model, tokenizer)
     with appearing(folder) as making:
         for name, part in plan.parts.items():
@@ -152,7 +150,7 @@ class _Plan:
         self,
         model: Model | DecoderTarget,
         drafters: Sequence[Drafter],
-        dtype: DTypeLike | None,
+        dtype: np.dtype | None,
         ropes: Mapping[str, Rope],
         stop_ids: tuple[int, ...] | None,
         rounded: dict[str, float],
@@ -218,7 +216,7 @@ class _Plan:
         config, found = self.target.config, _parameters(self.target.decoder.params)
         family = words.family_of(config)
         rope = self._rope(TARGET, found)
-        stored = np.dtype(self.target.dtype if self.dtype is None else self.dtype)
+        stored = self._stored(self.target.dtype)
         body = words.target_json(
             config,
             family,
@@ -243,10 +241,14 @@ class _Plan:
     def _block(self, drafter: BlockDrafter) -> _Part:
         config, found = drafter.config, _parameters(drafter.backbone.params)
         rope = self._rope(config.kind, found)
-        stored = np.dtype(drafter.dtype if self.dtype is None else self.dtype)
+        stored = self._stored(drafter.dtype)
         body = words.block_json(config, self.target.config.taps, rope, dtype=stored.name)
         tensors = self._tensors(config.kind, block_layout(config), found)
         return _Part({"config.json": body}, tuple(tensors))
+
+    def _stored(self, own: DTypeLike) -> np.dtype:
+        """What was asked for, or the array's own dtype."""
+        return np.dtype(own) if self.dtype is None else self.dtype
 
     def _rope(self, part: str, found: Parameters) -> Rope:
         """What the rotary tables of a part are."""
@@ -276,11 +278,10 @@ class _Plan:
                 if np.any(np.asarray(leaf) != 0):
                     raise ValueError(f"{label} is not zero; the layout has no place for it")
                 continue
-            if leaf.size != sum(piece.size for piece in entry.parts):
-                shapes = " and ".join(f"{p.name} {list(p.shape)}" for p in entry.parts)
-                raise ValueError(f"{label} has shape {list(leaf.shape)}; expected that of {shapes}")
+            if leaf.shape != entry.shape:
+                raise ValueError(f"{label} has shape {leaf.shape}; expected {entry.shape}")
             own = leaf.dtype if entry.form is Form.PLAIN else np.float32
-            stored = np.dtype(own if self.dtype is None else self.dtype)
+            stored = self._stored(own)
             start = 0
             for piece in entry.parts:
                 make = self._maker(part, leaf, entry.form, start, piece, stored)

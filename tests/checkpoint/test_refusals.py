@@ -115,7 +115,10 @@ DRAFTERS: list[tuple[str, Callable[[Json], None], str]] = [
     ("dflash2", put(BLOCK, "mask_token_id", value=48), "mask_token_id: found 48, expected an int"),
     ("dflash2", drop(BLOCK, "mask_token_id"), "mask_token_id: found nothing, expected an integer"),
     ("dflash2", put("is_causal", value=True), "is_causal: found true, expected false"),
-    ("dflash2", put("layer_types", value=["full_attention"] * 2), "one window for all layers"),
+    ("dflash2", put("layer_types", value=["full_attention"] * 2), "since use_sliding_window is Tr"),
+    ("dflash2", drop("use_sliding_window"), "since use_sliding_window is False"),
+    ("dflash2", put("block_size", value=5), "block_size: found 5, expected 4, of dflash_config"),
+    ("dflash2", put(BLOCK, value=[]), "dflash_config: found [], expected an object"),
     ("dflash2", put("max_window_layers", value=1), "max_window_layers: found 1, expected 0 or 2"),
     ("dflash2", put("sliding_window", value=0), "sliding_window: found 0, expected an integer"),
     ("dflash2", put("rope_parameters", "rope_type", value="yarn"), 'rope_type: found "yarn"'),
@@ -125,6 +128,7 @@ DRAFTERS: list[tuple[str, Callable[[Json], None], str]] = [
     ("dspark", put("num_hidden_layers", value=1), "tensor layers.1.mlp.down_proj.weight: found"),
     ("dspark", put("markov_rank", value=0), "markov_rank: found 0, expected an integer in 1.."),
     ("dspark", put("block_size", value=0), "block_size: found 0, expected an integer in 1..4096"),
+    ("dspark", put("markov_head_type", value="gated"), 'found "gated", expected "vanilla"'),
     ("dspark", put(BLOCK, "conv_kernel_size", value=2), "conv_kernel_size: found an unknown key"),
     ("dspark", put("draft_vocab_size", value=32), "draft_vocab_size: found an unknown key"),
     ("dspark", put("use_sliding_window", value=True), "sliding_window: found nothing"),
@@ -165,7 +169,13 @@ WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("target", missing("lm_head.weight"), "tensor lm_head.weight: found nothing"),
     ("target", missing("mtp.norm.weight"), "tensor mtp.norm.weight: found nothing"),
     ("dflash2", missing("fc.weight"), "dflash2/model.safetensors: tensor fc.weight: found nothing"),
-    ("dflash2", replaced("embed_tokens.weight", np.zeros((48, 32), np.float32)), "no such tensor"),
+    ("dflash2", replaced("embed_tokens.weight", np.zeros((48, 32), np.float32)), "other numbers"),
+    (
+        "dflash2",
+        replaced("lm_head.weight", np.zeros((48, 16), np.float32)),
+        "those of the target's",
+    ),
+    ("dflash2", replaced("confidence_head.bias", np.zeros(1, np.float32)), "no such tensor"),
 ]
 
 
@@ -296,7 +306,8 @@ def test_arguments(saved: Path) -> None:
         jaxdraft.load(saved, packed=True)
     with pytest.raises(ValueError, match="only a checkpoint has several"):
         jaxdraft.load(EMBEDDED, drafter="dflash2")
-    with pytest.raises(ValueError, match="dtype 'int8' is not one of"):
-        jaxdraft.load(saved, dtype="int8")
+    for dtype in ("int8", "int3"):
+        with pytest.raises(ValueError, match=f"dtype is '{dtype}'; expected one of float32, "):
+            jaxdraft.load(saved, dtype=dtype)
     with pytest.raises(ValueError, match="expected dflash2, dspark, mtp, none, or a folder"):
         jaxdraft.load(saved, drafter="dflash3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from jaxdraft.checkpoint import Rope, save
 from jaxdraft.cli import embedded_prompts
 from jaxdraft.config import AttentionConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
-from tests.checkpoint.common import ROTARY_WITHIN, TRAINED, arrays_of, assert_same
+from tests.checkpoint.common import (
+    ROTARY_WITHIN,
+    TRAINED,
+    arrays_of,
+    assert_same,
+    edit_json,
+    edit_tensors,
+)
 from tests.checkpoint.conftest import MOE
 from tests.paths import artifact
 
@@ -252,6 +260,32 @@ def test_every_layer_with_a_window(tmp_path: Path) -> None:
     assert_same(jaxdraft.load(tmp_path / "out"), Model.of(target), tables=2e-5)
 
 
+def test_a_dspark_checkpoint_of_its_authors(saved: Path, tmp_path: Path) -> None:
+    """Settings at the top, copies of the target's matrices, and a confidence head."""
+    folder = Path(shutil.copytree(saved / "dspark", tmp_path / "theirs"))
+    target = load_file(saved / "target" / "model.safetensors")
+
+    def flatten(config: dict[str, Any]) -> None:
+        config |= config.pop("dflash_config")
+        config |= {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "vanilla"}
+        config |= {"enable_confidence_head": True, "num_anchors": 64, "num_target_layers": 4}
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["embed_tokens.weight"] = target["model.language_model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = target["lm_head.weight"]
+        tensors["confidence_head.proj.weight"] = np.zeros((1, 40), np.float32)
+        tensors["confidence_head.proj.bias"] = np.zeros(1, np.float32)
+
+    edit_json(folder / "config.json", flatten)
+    edit_tensors(folder / "model.safetensors", add)
+    found = jaxdraft.load(saved, drafter=folder)
+    assert_same(found, jaxdraft.load(saved, drafter="dspark"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["selector_top_k"]  # what the model builder takes then
+    (folder / "config.json").write_text(json.dumps(config))
+    assert jaxdraft.load(saved, drafter=folder).drafter.config.candidates == 16  # type: ignore[attr-defined]
+
+
 def test_experts_and_their_head(tmp_path: Path) -> None:
     target = tiny_target(mlp=MOE, taps=())
     model = Model.of(target, tiny_mtp(target, mlp=MOE))
@@ -266,11 +300,7 @@ def test_experts_and_their_head(tmp_path: Path) -> None:
 
 def test_an_older_spelling_of_the_settings(saved: Path, tmp_path: Path) -> None:
     """``torch_dtype``, ``rope_theta`` at the top, ``full_attention_interval``, no optional keys."""
-    from tests.checkpoint.common import edit_json
-
     model = jaxdraft.load(saved, drafter="none")
-    import shutil
-
     folder = Path(shutil.copytree(saved / "target", tmp_path / "older"))
 
     def change(config: dict[str, Any]) -> None:
@@ -290,10 +320,6 @@ def test_an_older_spelling_of_the_settings(saved: Path, tmp_path: Path) -> None:
 
 def test_the_text_model_alone(saved: Path, tmp_path: Path) -> None:
     """Without the model it is a part of: settings at the top, names without language_model."""
-    import shutil
-
-    from tests.checkpoint.common import edit_json, edit_tensors
-
     folder = Path(shutil.copytree(saved / "target", tmp_path / "text"))
     config = json.loads((folder / "config.json").read_text())["text_config"]
     (folder / "config.json").write_text(json.dumps(config))

@@ -164,6 +164,8 @@ def test_models_that_have_no_place(family: dict[str, Model], tmp_path: Path) -> 
     shutil.rmtree(out)
     biased = with_leaf(target, ("layers", 0, "mixer", "conv_bias"), jnp.ones(64))
     refused(biased, "parameter layers.0.mixer.conv_bias is not zero")
+    turned = with_leaf(target, ("layers", 0, "mlp", "down", "weight"), jnp.ones((40, 32)))
+    refused(turned, r"mlp.down.weight has shape \(40, 32\); expected \(32, 40\)")
     gaining = with_leaf(target, ("layers", 1, "mixer", "decay_scale"), jnp.ones(4))
     refused(gaining, "expected negative numbers")
     turned = with_leaf(target, ("rotary", "cos"), jnp.zeros((256, 4)))
