@@ -70,6 +70,11 @@ class AdaptiveDrafter:
         """K of the drafter inside."""
         return self.inner.draft_tokens
 
+    @property
+    def overlap(self) -> int:
+        """Of the drafter inside: tokens after a page that its content depends on too."""
+        return getattr(self.inner, "overlap", 0)
+
     def init(self, batch: int, capacity: int) -> AdaptiveState:
         """An empty state around the drafter's own."""
         none = jnp.zeros((batch,), jnp.int32)
