@@ -116,12 +116,14 @@ class FeatureCache:
     Attributes:
       tokens: [S, T] int32.
       greedy: [S] bool, as in :class:`Continuations`.
+      prompt: [S] int32, tokens that the target did not choose itself.
       aux: [S, T, A].
       hidden: [S, T, D].
     """
 
     tokens: np.ndarray
     greedy: np.ndarray
+    prompt: np.ndarray
     aux: np.ndarray
     hidden: np.ndarray
 
@@ -132,6 +134,7 @@ class FeatureCache:
         decoder: Frozen[Decoder],
         tokens: np.ndarray,
         greedy: np.ndarray,
+        prompt: np.ndarray,
         *,
         batch: int = 16,
         dtype: np.typing.DTypeLike = np.float16,
@@ -152,6 +155,7 @@ class FeatureCache:
         sequences, steps = tokens.shape
         np.save(folder / "tokens.npy", tokens.astype(np.int32))
         np.save(folder / "greedy.npy", greedy.astype(bool))
+        np.save(folder / "prompt.npy", prompt.astype(np.int32))
         aux, hidden = (
             np.lib.format.open_memmap(
                 folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(sequences, steps, width)
@@ -178,7 +182,7 @@ class FeatureCache:
     @classmethod
     def open(cls, folder: str | Path) -> FeatureCache:
         """What :meth:`write` wrote."""
-        names = ("tokens", "greedy", "aux", "hidden")
+        names = ("tokens", "greedy", "prompt", "aux", "hidden")
         return cls(*(np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names))
 
 
@@ -196,8 +200,8 @@ class DraftBatches:
       batch: sequences of a batch, B.
       greedy: how many of them are greedy continuations.
       anchors: blocks of a sequence, n.
-      drafts: K; an anchor leaves room for as many tokens after it.
-      first: least position of an anchor.
+      drafts: K; an anchor leaves room for as many tokens after it. None stands before the last
+        token of its sequence's prompt: all labels are the target's own.
       seed: of sequences and anchors.
       aux: whether batches carry the auxiliary states.
     """
@@ -207,16 +211,15 @@ class DraftBatches:
     greedy: int
     anchors: int
     drafts: int
-    first: int = 1
     seed: int = 0
     aux: bool = True
 
     def __post_init__(self) -> None:
-        steps = self.cache.tokens.shape[1]
-        if not 1 <= self.first <= steps - self.drafts - self.anchors:
+        steps, prompt = self.cache.tokens.shape[1], int(self.cache.prompt.max())
+        if not 1 <= self.anchors <= steps - self.drafts - prompt + 1:
             raise ValueError(
-                f"sequences of {steps} tokens hold no {self.anchors} anchors from position "
-                f"{self.first} on with {self.drafts} tokens after each"
+                f"{self.anchors} anchors, each with {self.drafts} tokens after it, do not fit a "
+                f"sequence of {steps} tokens after a prompt of {prompt}"
             )
         have = int(self.cache.greedy.sum()), int((~self.cache.greedy).sum())
         if self.greedy > have[0] or self.batch - self.greedy > have[1]:
@@ -234,8 +237,13 @@ class DraftBatches:
         chosen = np.concatenate(
             [rng.choice(kind, n, replace=False) for kind, n in zip(kinds, counts, strict=True)]
         )
-        places = np.arange(self.first, cache.tokens.shape[1] - self.drafts)
-        anchors = np.stack([rng.choice(places, self.anchors, replace=False) for _ in chosen])
+        end = cache.tokens.shape[1] - self.drafts
+        anchors = np.stack(
+            [
+                rng.choice(np.arange(first - 1, end), self.anchors, replace=False)
+                for first in cache.prompt[chosen]
+            ]
+        )
         width = slice(None) if self.aux else slice(0, 0)
         return Continuations(
             tokens=cache.tokens[chosen],

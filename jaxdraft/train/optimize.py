@@ -118,10 +118,12 @@ def make_step(
             return loss(Frozen(params, frozen.structure)(), batch)
 
         (value, metrics), gradient = jax.value_and_grad(of, has_aux=True)(state.params)
-        updates, memory = transform.update(gradient, state.optimizer, state.params)
+        # optax counts on Python's promotion of numbers, which strict settings refuse.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, memory = transform.update(gradient, state.optimizer, state.params)
         updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
         params = constrain(optax.apply_updates(state.params, updates))
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         return TrainState(state.step + 1, params, memory), {
             "loss": value,
             "gradient": norm,

@@ -24,7 +24,7 @@ STEPS = 70  # no multiple of the delta rule's chunk; the tiny ring has wrapped b
 
 @pytest.fixture(scope="module")
 def target():
-    return testing.tiny_target()
+    return testing.tiny_target(layers=("delta_net", "attention"), taps=(0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,529 @@
+"""Make a small hybrid target and its three drafters from text, on two processor cores.
+
+    python experiments/train_family.py text target --out FOLDER
+    python experiments/train_family.py continue dflash2 dspark mtp --out FOLDER
+    python experiments/train_family.py save evaluate --out FOLDER
+
+Stages run in the order given; each leaves its result in the folder and can be stopped and started
+again. The text is the Python standard library's own source (PSF licence), ten files of which are
+held out whole; the tokens are a byte-level BPE of that text; drafters learn from the frozen
+target's own continuations, greedy and sampled. Every weight ends as a bfloat16 value, and ``save``
+writes the checkpoints that the field's runtimes and exporters read. The result of ``evaluate`` is
+``train_family.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import table, write_result
+from flax import nnx
+from tqdm import tqdm
+
+from jaxdraft import EMBEDDED, Model, Sampling, checkpoint, generate
+from jaxdraft.config import (
+    FULL_ATTENTION,
+    AttentionConfig,
+    BlockDrafterConfig,
+    ConvConfig,
+    DeltaNetConfig,
+    MlpConfig,
+    MtpConfig,
+    TargetConfig,
+)
+from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.mtp import MtpDrafter
+from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.dflash2 import DFlash2
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.linear import Frozen
+from jaxdraft.nn.mtp import Mtp
+from jaxdraft.train import initialize
+from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, continue_prompts
+from jaxdraft.train.loop import fit
+from jaxdraft.train.losses import DraftLoss, language_loss
+from jaxdraft.train.optimize import labels, make_step, optimizer, start, trapezoid
+from jaxdraft.train.rounding import round_to_bfloat16
+
+HELD_OUT = (
+    "asyncio/locks.py",
+    "bisect.py",
+    "configparser.py",
+    "csv.py",
+    "difflib.py",
+    "glob.py",
+    "json/encoder.py",
+    "queue.py",
+    "sched.py",
+    "textwrap.py",
+)
+LEFT_OUT = {"encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "turtledemo"}
+SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<|mask|>",
+)
+MASK = SPECIALS.index("<|mask|>")
+VOCABULARY = 384  # eight ids at the end stay free: the architecture reserves image tokens there
+MERGED = 376
+SPLIT = (  # how Qwen's tokenizers split text
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+THETA = 10000.0
+CONTEXT = 1024
+LENGTH, BATCH = 512, 4  # of the target's training windows
+SEQUENCES, SEQUENCE, GROUP = 1024, 384, 64  # continuations, their length, and how many run at once
+PROMPTS = (48, 176)  # tokens of text before them
+TEMPERATURE = 0.8
+DRAFTS, MTP_LINKS = 7, 3
+CUTS, NEW_TOKENS, REPEATS = 4, 64, 4  # prompts a held-out file, tokens of each, keys
+STAGES = ("text", "target", "continue", "dflash2", "dspark", "mtp", "save", "evaluate")
+STEPS = {"target": 600, "mtp": 200, "dspark": 400, "dflash2": 800}
+
+
+# --------------------------------------------------------------------------- text
+
+
+def sources(library: Path) -> tuple[list[Path], list[Path]]:
+    """Files to train on, and the held-out ones."""
+    train = []
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if any(part in LEFT_OUT or part.startswith("test") for part in parts[:-1]):
+            continue
+        if path.relative_to(library).as_posix() not in HELD_OUT:
+            train.append(path)
+    return train, [library / name for name in HELD_OUT]
+
+
+def make_text(out: Path, library: Path) -> None:
+    """Train the tokenizer, and write all tokens: a file is ``<|endoftext|>`` and its content."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    train, held_out = sources(library)
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in train]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MERGED,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = out / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {
+        "backend": "tokenizers",
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": ["<|im_start|>", "<|mask|>"],
+        "model_max_length": CONTEXT,
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=1) + "\n")
+    shutil.copy(EMBEDDED / "chat_template.jinja", folder)
+    encoded = [[0, *tokenizer.encode(text).ids] for text in texts]
+    tokens = np.concatenate([np.asarray(ids, np.uint16) for ids in encoded])
+    np.save(out / "tokens.npy", tokens)
+    held = {
+        path.relative_to(library).as_posix(): tokenizer.encode(path.read_text("utf-8")).ids
+        for path in held_out
+    }
+    (out / "held_out.json").write_text(json.dumps(held))
+    characters = sum(map(len, texts))
+    print(f"{len(train)} files, {characters} characters, {tokens.size} tokens")
+
+
+# --------------------------------------------------------------------------- target
+
+
+def target_config() -> TargetConfig:
+    """The target: gated delta nets, and full attention every fourth layer."""
+    return TargetConfig(
+        vocab_size=VOCABULARY,
+        width=256,
+        layers=("delta_net", "delta_net", "delta_net", "attention"),
+        attention=AttentionConfig(
+            heads=4,
+            kv_heads=1,
+            head_dim=64,
+            rotary_dim=32,
+            gated=True,
+            qk_norm=True,
+            scale=64**-0.5,
+        ),
+        delta_net=DeltaNetConfig(
+            key_heads=2, value_heads=4, key_dim=64, value_dim=64, conv_width=4
+        ),
+        mlp=MlpConfig(hidden=640),
+        norm_eps=1e-6,
+        tied=False,
+        context_length=CONTEXT,
+        taps=(1, 2, 3),
+    )
+
+
+def train_target(out: Path, steps: int) -> None:
+    """Language modelling."""
+    frozen = initialize.decoder(
+        Frozen.of(Decoder(target_config(), dtype=jnp.float32, rngs=nnx.Rngs(0))), jax.random.key(0)
+    )
+    transform = optimizer(labels(frozen), matrix_rate=0.02, vector_rate=4e-3, weight_decay=0.02)
+    state = fit(
+        make_step(frozen, language_loss, transform),
+        start(frozen, transform),
+        TokenWindows(np.load(out / "tokens.npy"), LENGTH + 1, BATCH, seed=1),
+        steps=steps,
+        schedule=lambda step: trapezoid(step, steps=steps, decay=1 / 3),
+        folder=out / "target",
+        log_every=10,
+        save_every=50,
+        name="target",
+    )
+    trained = round_to_bfloat16(Frozen(state.params, frozen.structure), shifted_norms=True)
+    save_arrays(out / "target.npz", trained)
+    print(f"held out: {held_out_nats(out, trained):.3f} nats a token")
+
+
+def held_out_nats(out: Path, target: Frozen) -> float:
+    """Mean nats a token of the held-out files, in windows of the training length."""
+    files = json.loads((out / "held_out.json").read_text())
+    loss = jax.jit(lambda frozen, tokens: language_loss(frozen(), tokens)[0])
+    nats = []
+    for ids in files.values():
+        ids = np.asarray([0, *ids], np.int32)
+        rows = len(ids) // (LENGTH + 1)
+        for row in ids[: rows * (LENGTH + 1)].reshape(rows, 1, LENGTH + 1):
+            nats.append(float(loss(target, row)))
+    return float(np.mean(nats))
+
+
+def save_arrays(path: Path, frozen: Frozen) -> None:
+    """All arrays of a module, named by their paths."""
+    flat = jax.tree_util.tree_leaves_with_path(frozen.params)
+    names = ["/".join(str(part.key) for part in keys) for keys, _ in flat]
+    np.savez(path, **{n: np.asarray(a) for n, (_, a) in zip(names, flat, strict=True)})
+
+
+def load_arrays(path: Path, form: nnx.Module) -> Frozen:
+    """What :func:`save_arrays` wrote, in a module like ``form``."""
+    frozen = Frozen.of(form)
+    with np.load(path) as arrays:
+        params = jax.tree.map_with_path(
+            lambda keys, _: jnp.asarray(arrays["/".join(str(part.key) for part in keys)]),
+            frozen.params,
+        )
+    return Frozen(params, frozen.structure)
+
+
+def load_target(out: Path) -> DecoderTarget:
+    """The trained target."""
+    config = target_config()
+    frozen = load_arrays(out / "target.npz", Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return DecoderTarget(frozen, config, jnp.dtype(jnp.float32))
+
+
+# --------------------------------------------------------------------------- drafters' data
+
+
+def make_continuations(out: Path) -> None:
+    """Let the target go on after cuts of the text, half of them greedily, and keep its features."""
+    target = load_target(out)
+    tokens = np.load(out / "tokens.npy").astype(np.int32)
+    rng = np.random.default_rng(2)
+    key = jax.random.key(3)
+    rows, greedy, prompt = [], [], []
+    for number in tqdm(range(SEQUENCES // GROUP), desc="continuations"):
+        size = PROMPTS[number % len(PROMPTS)]
+        first = rng.integers(0, tokens.size - size, GROUP)
+        cuts = tokens[first[:, None] + np.arange(size)[None]]
+        drawn = np.arange(GROUP) % 2 == 0
+        key, here = jax.random.split(key)
+        heat = jnp.asarray(np.where(drawn, TEMPERATURE, 0.0), jnp.float32)
+        new = SEQUENCE - size
+        rows.append(
+            np.asarray(continue_prompts(target, jnp.asarray(cuts), heat, here, new_tokens=new))
+        )
+        greedy.append(~drawn)
+        prompt.append(np.full(GROUP, size))
+    FeatureCache.write(
+        out / "features",
+        target.decoder,
+        np.concatenate(rows),
+        np.concatenate(greedy),
+        np.concatenate(prompt),
+    )
+
+
+# --------------------------------------------------------------------------- drafters
+
+
+def block_config(kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
+    """Two small layers over the target's states: a window for DFlash2, everything for DSpark."""
+    target = target_config()
+    dflash2 = kind == "dflash2"
+    return BlockDrafterConfig(
+        kind=kind,
+        vocab_size=target.vocab_size,
+        width=target.width,
+        aux_width=target.aux_width,
+        layers=2,
+        attention=AttentionConfig(
+            heads=4,
+            kv_heads=1,
+            head_dim=32,
+            rotary_dim=32,
+            qk_norm=True,
+            scale=32**-0.5,
+            window=64 if dflash2 else FULL_ATTENTION,
+        ),
+        mlp_hidden=256,
+        norm_eps=1e-6,
+        block_size=DRAFTS + 1 if dflash2 else DRAFTS,
+        draft_tokens=DRAFTS,
+        candidates=16,
+        rank=32,
+        mask_token=MASK,
+        context_length=CONTEXT,
+        conv=ConvConfig(taps=2, group=16) if dflash2 else None,
+    )
+
+
+def mtp_config() -> MtpConfig:
+    """A layer like the target's attention layer."""
+    target = target_config()
+    assert target.attention is not None
+    return MtpConfig(
+        vocab_size=target.vocab_size,
+        width=target.width,
+        attention=target.attention,
+        mlp=target.mlp,
+        norm_eps=target.norm_eps,
+        context_length=target.context_length,
+    )
+
+
+def new_drafter(kind: str) -> nnx.Module:
+    """An untrained drafter."""
+    if kind == "mtp":
+        return Mtp(mtp_config(), dtype=jnp.float32, rngs=nnx.Rngs(4))
+    form = DFlash2 if kind == "dflash2" else DSpark
+    config = block_config("dflash2" if kind == "dflash2" else "dspark")
+    return form(config, dtype=jnp.float32, rngs=nnx.Rngs(4))
+
+
+def warm(out: Path, kind: str, fresh: Frozen, target: DecoderTarget) -> Frozen:
+    """Begin with what is learned already.
+
+    DSpark's backbone is DFlash2's without convolutions. The MTP head begins as the target's last
+    layer, over the sum of the two rows it reads.
+    """
+    params = dict(fresh.params)
+    if kind == "dspark":
+        found = load_drafter(out, "dflash2", target).backbone.params
+        have = dict(jax.tree_util.tree_leaves_with_path(found))
+        params = jax.tree.map_with_path(lambda path, x: have.get(path, x), params)
+    elif kind == "mtp":
+        last = target.decoder.params["layers"][len(target.config.layers) - 1]
+        both = 0.5 * jnp.tile(jnp.eye(target.config.width), (1, 2))
+        params.update(last, fc={"weight": both}, norm=target.decoder.params["norm"])
+    assert jax.tree.structure(params) == jax.tree.structure(fresh.params)
+    return Frozen(params, fresh.structure)
+
+
+def train_drafter(out: Path, kind: str, steps: int) -> None:
+    """Distil the target's continuations into a drafter."""
+    target = load_target(out)
+    frozen = warm(out, kind, initialize.drafter(Frozen.of(new_drafter(kind))), target)
+    transform = optimizer(labels(frozen), matrix_rate=0.02, vector_rate=4e-3)
+    mtp = kind == "mtp"
+    loss = DraftLoss(
+        embedding=target.decoder.params["embed"]["weight"],
+        head=target.decoder.params["head"]["weight"],
+        decay=2.0 if mtp else 4.0,
+        head_weight=1.0 if kind != "dspark" else 0.3,
+        variation_weight=1.0,
+        temperature=TEMPERATURE,
+        soft=0.8,
+        links=MTP_LINKS,
+    )
+    batches = DraftBatches(
+        FeatureCache.open(out / "features"),
+        batch=4 if mtp else 8,
+        greedy=2 if mtp else 4,
+        anchors=160 if mtp else 32,
+        drafts=MTP_LINKS if mtp else DRAFTS,
+        seed=5,
+        aux=not mtp,
+    )
+    state = fit(
+        make_step(frozen, loss, transform),
+        start(frozen, transform),
+        batches,
+        steps=steps,
+        schedule=lambda step: trapezoid(step, steps=steps, decay=0.5),
+        folder=out / kind,
+        save_every=100,
+        name=kind,
+    )
+    trained = round_to_bfloat16(Frozen(state.params, frozen.structure), shifted_norms=mtp)
+    save_arrays(out / f"{kind}.npz", trained)
+
+
+def load_drafter(out: Path, kind: str, target: DecoderTarget) -> BlockDrafter | MtpDrafter:
+    """A trained drafter of ``target``."""
+    frozen = load_arrays(out / f"{kind}.npz", new_drafter(kind))
+    embedding, head = (target.decoder.params[name]["weight"] for name in ("embed", "head"))
+    if kind == "mtp":
+        return MtpDrafter(frozen, embedding, head, mtp_config(), target.dtype)
+    config = block_config("dflash2" if kind == "dflash2" else "dspark")
+    return BlockDrafter(frozen, embedding, head, config, target.dtype)
+
+
+def save_family(out: Path) -> None:
+    """Write the family as checkpoints: ``checkpoint/target``, ``dflash2`` and ``dspark``."""
+    target = load_target(out)
+    mtp, *blocks = (load_drafter(out, kind, target) for kind in ("mtp", "dflash2", "dspark"))
+    model = Model.of(target, mtp, stop_ids=(SPECIALS.index("<|im_end|>"),))
+    saved = checkpoint.save(
+        model,
+        out / "checkpoint",
+        drafters=blocks,
+        dtype=jnp.bfloat16,
+        tokenizer=out / "tokenizer",
+        overwrite=True,
+    )
+    assert not saved.rounded, f"not stored as trained: {saved.rounded}"
+    size = sum(file.stat().st_size for file in saved.folder.rglob("*") if file.is_file())
+    print(f"{saved.folder}: {size / 1e6:.1f} MB")
+
+
+# --------------------------------------------------------------------------- evaluation
+
+
+def cuts(out: Path) -> dict[str, list[list[int]]]:
+    """Prompts from the held-out files: ``CUTS`` a file, at random places, of 64 to 128 tokens."""
+    rng = np.random.default_rng(6)
+    found = {}
+    for name, ids in json.loads((out / "held_out.json").read_text()).items():
+        sizes = rng.integers(64, 129, CUTS)
+        firsts = [int(rng.integers(0, len(ids) - size)) for size in sizes]
+        found[name] = [ids[at : at + size] for at, size in zip(firsts, sizes, strict=True)]
+    return found
+
+
+def tokens_per_round(accepted: np.ndarray) -> np.ndarray:
+    """Rounds and the tokens they emitted, of each row: [B, 2].
+
+    Args:
+      accepted: [B, rounds], from ``out.trace``. Rounds that start before ``NEW_TOKENS`` tokens are
+        out count whole; each was free to draft a full block, since some more were asked for.
+    """
+    ran = accepted >= 0
+    emitted = np.where(ran, accepted + 1, 0)
+    before = 1 + np.cumsum(emitted, axis=1) - emitted
+    counted = ran & (before < NEW_TOKENS)
+    return np.stack([counted.sum(axis=1), np.where(counted, emitted, 0).sum(axis=1)], axis=1)
+
+
+def evaluate(out: Path) -> None:
+    """Tokens a round on the held-out files, greedy and sampled, file by file."""
+    target = load_target(out)
+    prompts = cuts(out)
+    flat = [prompt for of in prompts.values() for prompt in of]
+    drawn = Sampling(temperature=TEMPERATURE)
+    columns: dict[str, np.ndarray] = {}
+    plain = None
+    for kind in ("dflash2", "dspark", "mtp"):
+        if not (out / f"{kind}.npz").exists():
+            continue
+        drafter = load_drafter(out, kind, target)
+        if isinstance(drafter, MtpDrafter):
+            drafter = drafter.with_draft_tokens(MTP_LINKS)
+        model = Model.of(target, drafter)
+        options = dict(max_new_tokens=NEW_TOKENS + DRAFTS + 1, stop_ids=(), trace=True)
+        greedy = generate(model, flat, **options)
+        if plain is None:
+            plain = generate(model, flat, drafter="none", **options).ids()
+        assert greedy.ids() == plain, f"{kind} changed the greedy tokens"
+        columns[f"{kind}, greedy"] = tokens_per_round(np.asarray(greedy.trace.accepted))
+        runs = [
+            generate(model, flat, sampling=drawn, key=seed, **options) for seed in range(REPEATS)
+        ]
+        counts = [tokens_per_round(np.asarray(run.trace.accepted)) for run in runs]
+        columns[f"{kind}, T = {TEMPERATURE}"] = np.sum(counts, axis=0)
+    of = np.repeat(np.arange(len(prompts)), CUTS)
+    rows = []
+    for number, name in enumerate(prompts):
+        sums = [c[of == number].sum(axis=0) for c in columns.values()]
+        rows.append([name, *(f"{tokens / rounds:.2f}" for rounds, tokens in sums)])
+    sums = [c.sum(axis=0) for c in columns.values()]
+    rows.append(["all", *(f"**{tokens / rounds:.2f}**" for rounds, tokens in sums)])
+    rows.append(["rounds", *(int(rounds) for rounds, _ in sums)])
+    body = (
+        table(["held-out file", *columns], rows)
+        + f"\n\nTokens a round, the target's own included; {DRAFTS} drafts a round, MTP "
+        f"{MTP_LINKS}. {CUTS} prompts a file of 64 to 128 tokens, {NEW_TOKENS} new tokens; sampled "
+        f"with {REPEATS} keys. Greedy tokens with each drafter equal those without. Held-out text: "
+        f"{held_out_nats(out, target.decoder):.3f} nats a token, "
+        f"{characters_per_token(out):.2f} characters a token."
+    )
+    write_result(__file__, "A family made from text", body)
+
+
+def characters_per_token(out: Path) -> float:
+    """Of the held-out text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
+    files = json.loads((out / "held_out.json").read_text()).values()
+    return sum(len(tokenizer.decode(ids)) for ids in files) / sum(map(len, files))
+
+
+def main() -> None:
+    """Run the stages named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--steps", type=int, help="of a training stage, instead of its own number")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for stage in args.stages:
+        if stage == "text":
+            make_text(args.out, args.library)
+        elif stage == "target":
+            train_target(args.out, args.steps or STEPS["target"])
+        elif stage == "continue":
+            make_continuations(args.out)
+        elif stage == "save":
+            save_family(args.out)
+        elif stage == "evaluate":
+            evaluate(args.out)
+        else:
+            train_drafter(args.out, stage, args.steps or STEPS[stage])
+
+
+if __name__ == "__main__":
+    main()
