@@ -54,6 +54,9 @@ _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark
 _HEADS = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
 """What the names of the tensors begin with that only this kind of drafter has."""
 
+_NAMED = 20
+"""Tensors that one message names."""
+
 Array = np.ndarray
 Tensors = Mapping[str, Tensor]
 Tables = Callable[[], tuple[Array, Array]]
@@ -323,23 +326,27 @@ def _check_tensors(
 ) -> None:
     """The layout's tensors are there, in their shapes, and no others but those put ``aside``."""
     parts = {part.name: part for entry in layout for part in entry.parts}
+    found = Problems()
     for name, part in parts.items():
         tensor = tensors.get(name)
         wanted = f"shape {list(part.shape)}"
         if tensor is None:
-            problems.report(file, f"tensor {name}", "nothing", wanted)
+            found.report(file, f"tensor {name}", "nothing", wanted)
         elif tensor.shape != part.shape:
-            problems.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
+            found.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
+    hints = {"lm_head.weight": f" ({CONFIG} says tie_word_embeddings)"}
+    if not any(name.startswith(MTP) for name in parts):
+        hints |= {
+            n: f" ({CONFIG} says no mtp_num_hidden_layers)" for n in tensors if n.startswith(MTP)
+        }
     for name in sorted(tensors.keys() - parts.keys()):
-        if name.startswith(aside):
-            continue
-        hint = ""
-        if name.startswith(MTP):
-            hint = f" ({CONFIG} says mtp_num_hidden_layers is 0)"
-        elif name == "lm_head.weight":
-            hint = f" ({CONFIG} says tie_word_embeddings)"
-        shape = f"shape {list(tensors[name].shape)}"
-        problems.report(tensors[name].file, f"tensor {name}", shape, f"no such tensor{hint}")
+        if not name.startswith(aside):
+            shape = f"shape {list(tensors[name].shape)}"
+            wanted = f"no such tensor{hints.get(name, '')}"
+            found.report(tensors[name].file, f"tensor {name}", shape, wanted)
+    problems += found[:_NAMED]
+    if len(found) > _NAMED:  # of another architecture, and one line a tensor tells no more
+        problems.report(file, "tensors", f"{len(found) - _NAMED} more problems", "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,9 @@ from jaxdraft.config import (
 CONFIG = "config.json"
 _INT32 = 2**31 - 1
 
+MAX_POSITIONS = 1 << 24
+"""No context is that long, and the rotary tables of one would be gigabytes."""
+
 DSPARK_CANDIDATES = 16
 """C of a DSpark drafter whose file does not say: the model builder's ``dspark_top_k``."""
 
@@ -323,7 +326,7 @@ class _Target:
             mlp=self._feed_forward(),
             norm_eps=eps,
             tied=self._tied(head_stored),
-            context_length=text.whole("max_position_embeddings"),
+            context_length=text.whole("max_position_embeddings", high=MAX_POSITIONS),
         )
         return TargetFacts(
             config=config,
@@ -350,7 +353,11 @@ class _Target:
         elif names is None:
             first = text.whole("max_window_layers", 0, default=28) if windowed else count
             names = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
-        if not isinstance(names, list) or len(names) != count or not set(names) <= set(kinds):
+        if (
+            not isinstance(names, list)
+            or len(names) != count
+            or not all(name in list(kinds) for name in names)  # anything may stand there
+        ):
             raise text.fail("layer_types", f"{count} of {' and '.join(kinds)}")
         if "sliding_attention" in names and not windowed:
             raise text.fail("use_sliding_window", "true, with layers of sliding_attention")
@@ -423,14 +430,14 @@ class _Target:
         )
 
     def _tied(self, head_stored: bool) -> bool:
-        said = {
+        said = [
             section.body["tie_word_embeddings"]
             for section in (self.top, self.text)
             if section.body.get("tie_word_embeddings") is not None
-        }
-        if not said <= {True, False} or len(said) > 1:
+        ]
+        if not all(isinstance(tied, bool) and tied == said[0] for tied in said):
             raise self.text.fail("tie_word_embeddings", "true or false, the same everywhere")
-        return said.pop() if said else not head_stored
+        return said[0] if said else not head_stored
 
     def _mtp(self, config: TargetConfig, attention: AttentionConfig) -> MtpConfig | None:
         text = self.text

@@ -14,8 +14,11 @@ import pytest
 
 import jaxdraft
 from convert import ArtifactError
+from convert.errors import Problems
+from convert.hub_config import read_block, read_target
 from jaxdraft import EMBEDDED
 from jaxdraft.checkpoint import save
+from jaxdraft.checkpoint.layout import block_layout, target_layout
 from tests.checkpoint.common import edit_json, edit_tensors
 
 Json = dict[str, Any]
@@ -195,6 +198,55 @@ def test_every_problem_is_named_at_once(copy: Path) -> None:
     said = refused(copy)
     for word in ("attention_bias", f"tensor {NORM}", "tensor spare"):
         assert word in said
+
+
+def test_another_architecture_is_told_in_few_lines(copy: Path) -> None:
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[f"transformer.{name}"] = tensors.pop(name)
+
+    edit_tensors(copy / "target" / "model.safetensors", rename)
+    said = refused(copy)
+    assert len(said.splitlines()) == 21 and "more problems" in said
+
+
+VALUES = (None, -1, 0, 3, 10**9, 1.5, "x", [], [1], {}, {"rope_type": "yarn"}, True, float("inf"))
+
+
+def leaves(body: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of everything in nested objects and lists, they themselves included."""
+    items = body.items() if isinstance(body, dict) else enumerate(body)
+    found = []
+    for key, value in items:
+        found.append((*path, key))
+        if isinstance(value, (dict, list)):
+            found += leaves(value, (*path, key))
+    return found
+
+
+@pytest.mark.parametrize("part", ["target", "dflash2", "dspark"])
+def test_no_setting_breaks_the_reading(part: str, saved: Path) -> None:
+    """Every setting replaced by everything: it is read, or refused as :class:`ArtifactError`."""
+    bodies = {p: json.loads((saved / p / "config.json").read_text()) for p in ("target", part)}
+    whole = read_target(bodies["target"], head_stored=True, problems=Problems()).config
+    read = refusals = 0
+    for path in leaves(bodies[part]):
+        for value in VALUES:
+            body = json.loads(json.dumps(bodies[part]))
+            put(*path, value=value)(body)
+            problems = Problems()
+            try:
+                if part == "target":
+                    facts = read_target(body, head_stored=True, problems=problems)
+                    assert target_layout(facts.config, facts.family)
+                else:
+                    config = read_block(body, part, whole, problems).config
+                    assert block_layout(config)
+            except ArtifactError:
+                refusals += 1
+            else:
+                read += 1
+    assert read > 100 and refusals > 100
 
 
 def test_the_drafter_is_of_one_kind(copy: Path) -> None:
