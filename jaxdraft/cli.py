@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import jax
 import typer
@@ -24,6 +24,7 @@ from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.model import EMBEDDED, Model, load
 from jaxdraft.plan import Plan
 from jaxdraft.plan import plan as make_plan
+from jaxdraft.sampling import Proposals, Sampling
 from jaxdraft.state.budget import format_bytes
 from jaxdraft.telemetry import Summary, summarize
 
@@ -117,6 +118,16 @@ def generate_command(
     draft_limit: Annotated[int | None, typer.Option(min=0, help="The most drafts a round.")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
     dtype: DTypeOption = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    proposals: Annotated[
+        str, typer.Option(help="Drafts of sampled rows: lattice, greedy_path, independent, none.")
+    ] = "lattice",
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text.")] = None,
 ) -> None:
     """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
     with _friendly():
@@ -129,8 +140,24 @@ def generate_command(
             if chat
             else model.text.encode(text)
         )
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            proposals=cast(Proposals, proposals),
+        )
+        greedy = temperature == 0 and repetition_penalty == 1
         events = stream(
-            model, [ids], max_new_tokens=max_new_tokens, drafter=drafter, draft_limit=draft_limit
+            model,
+            [ids],
+            max_new_tokens=max_new_tokens,
+            drafter=drafter,
+            draft_limit=draft_limit,
+            sampling=None if greedy else sampling,
+            key=seed,
+            stop=stop or (),
         )
         if not chat:
             console.print(Styled(text, style="dim"), end="")

@@ -48,6 +48,17 @@ def test_generate_streams_and_counts() -> None:
     assert "by position" not in plain.stdout
 
 
+def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
+    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24"]
+    command += ["-t", "0.8", "--top-p", "0.9", "--stop", "return"]
+    one, two, other = (
+        runner.invoke(app, [*command, "--seed", seed]).stdout for seed in ("3", "3", "5")
+    )
+    said = [re.split(r"\n[\d.]+ tokens/s", text)[0] for text in (one, two, other)]
+    assert said[0] == said[1] != said[2]
+    assert all("return" not in text for text in said)
+
+
 def test_demo_shows_equal_texts() -> None:
     result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
     assert result.exit_code == 0, result.output
@@ -58,6 +69,7 @@ def test_demo_shows_equal_texts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["generate", str(EMBEDDED), "--prompt", "x", "-t", "-1"], "temperature is -1.0"),
         (["inspect", "no-such-folder"], "no-such-folder"),
         (["generate", "no-such-folder", "--prompt", "x"], "no-such-folder"),
         (["generate", str(EMBEDDED), "--prompt", ""], "empty"),
