@@ -249,7 +249,9 @@ def write(
       count: [B] int32.
     """
     chex.assert_equal_shape([keys, values])
-    if pool.dense and keys.shape[0] <= _UNROLL:
+    # A slice that does not fit is moved back over what is committed: more rows than a dense pool
+    # keeps room for (drafts of that many tokens) are scattered, which drops what does not fit.
+    if pool.dense and keys.shape[0] <= _UNROLL and keys.shape[1] <= CHUNK:
         new_keys = _write_slices(pool.keys[layer], keys, pool.length)
         new_values = _write_slices(pool.values[layer], values, pool.length)
     else:

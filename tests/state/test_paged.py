@@ -118,6 +118,20 @@ def test_writes_past_the_table_are_dropped() -> None:
     assert int((np.asarray(after.keys[0]) != 0).any(axis=(1, 3)).sum()) == 1
 
 
+def test_more_rows_than_a_dense_pool_has_room_for_do_not_slide_back() -> None:
+    """A window of 200 rows, of which five count, at 150 of 256 slots."""
+    pool = PagedPool.one_page_a_row(
+        layers=1, batch=2, capacity=paged.room(128, 128), kv_heads=HEADS, head_dim=DIM,
+        dtype=jnp.float32,
+    )  # fmt: skip
+    pool = pool.replace(length=jnp.asarray([150, 0], jnp.int32))
+    rows = jnp.ones((2, 200, HEADS, DIM))
+    after = write(pool, 0, rows, rows, jnp.asarray([5, 0], jnp.int32))
+    touched = np.flatnonzero((np.asarray(after.keys[0][0]) != 0).any(axis=(0, 2)))
+    assert touched.tolist() == list(range(150, 155))
+    assert not np.asarray(after.keys[0][1]).any()
+
+
 def numpy_attention(q, k, v, positions, length, *, causal, window):  # noqa: ANN001, ANN202
     out = np.zeros(q.shape)
     for b in range(q.shape[0]):
