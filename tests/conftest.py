@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
-import hypothesis
-import jax
-import pytest
+# Most of the time goes into compiling programs that run for a millisecond; nothing here is timed.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # A shape or a type that does not fit is an error, not a guess, and no key is used twice.
 jax.config.update("jax_numpy_rank_promotion", "raise")
