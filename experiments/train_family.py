@@ -19,7 +19,7 @@ import json
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from common import table, write_result
 from flax import nnx
 from tqdm import tqdm
 
-from jaxdraft import EMBEDDED, Model, Sampling, checkpoint, generate
+from jaxdraft import EMBEDDED, Model, Output, Sampling, checkpoint, generate
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -84,13 +84,13 @@ SPLIT = (  # how Qwen's tokenizers split text
 THETA = 10000.0
 CONTEXT = 1024
 LENGTH, BATCH = 512, 4  # of the target's training windows
-SEQUENCES, SEQUENCE, GROUP = 1024, 384, 64  # continuations, their length, and how many run at once
-PROMPTS = (48, 176)  # tokens of text before them
+SEQUENCES, SEQUENCE, GROUP = 1920, 320, 64  # continuations, their length, and how many run at once
+PROMPTS = (64, 144, 224)  # tokens of text before them
 TEMPERATURE = 0.8
 DRAFTS, MTP_LINKS = 7, 3
 CUTS, NEW_TOKENS, REPEATS = 4, 64, 4  # prompts a held-out file, tokens of each, keys
 STAGES = ("text", "target", "continue", "dflash2", "dspark", "mtp", "save", "evaluate")
-STEPS = {"target": 600, "mtp": 200, "dspark": 400, "dflash2": 800}
+STEPS = {"target": 600, "mtp": 300, "dspark": 1200, "dflash2": 2400}
 
 
 # --------------------------------------------------------------------------- text
@@ -223,7 +223,8 @@ def save_arrays(path: Path, frozen: Frozen) -> None:
     """All arrays of a module, named by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(frozen.params)
     names = ["/".join(str(part.key) for part in keys) for keys, _ in flat]
-    np.savez(path, **{n: np.asarray(a) for n, (_, a) in zip(names, flat, strict=True)})
+    arrays: dict[str, Any] = {n: np.asarray(a) for n, (_, a) in zip(names, flat, strict=True)}
+    np.savez(path, **arrays)
 
 
 def load_arrays(path: Path, form: nnx.Module) -> Frozen:
@@ -341,7 +342,7 @@ def warm(out: Path, kind: str, fresh: Frozen, target: DecoderTarget) -> Frozen:
     """
     params = dict(fresh.params)
     if kind == "dspark":
-        found = load_drafter(out, "dflash2", target).backbone.params
+        found = load_arrays(out / "dflash2.npz", new_drafter("dflash2")).params
         have = dict(jax.tree_util.tree_leaves_with_path(found))
         params = jax.tree.map_with_path(lambda path, x: have.get(path, x), params)
     elif kind == "mtp":
@@ -370,9 +371,9 @@ def train_drafter(out: Path, kind: str, steps: int) -> None:
     )
     batches = DraftBatches(
         FeatureCache.open(out / "features"),
-        batch=4 if mtp else 8,
-        greedy=2 if mtp else 4,
-        anchors=160 if mtp else 32,
+        batch=6 if mtp else 8,
+        greedy=3 if mtp else 4,
+        anchors=80 if mtp else 32,
         drafts=MTP_LINKS if mtp else DRAFTS,
         seed=5,
         aux=not mtp,
@@ -433,13 +434,14 @@ def cuts(out: Path) -> dict[str, list[list[int]]]:
     return found
 
 
-def tokens_per_round(accepted: np.ndarray) -> np.ndarray:
+def tokens_per_round(out: Output) -> np.ndarray:
     """Rounds and the tokens they emitted, of each row: [B, 2].
 
-    Args:
-      accepted: [B, rounds], from ``out.trace``. Rounds that start before ``NEW_TOKENS`` tokens are
-        out count whole; each was free to draft a full block, since some more were asked for.
+    Rounds that start before ``NEW_TOKENS`` tokens are out count whole: each was free to draft a
+    full block, since some more tokens were asked for.
     """
+    assert out.trace is not None
+    accepted = np.asarray(out.trace.accepted)  # [B, rounds], -1 past a row's end
     ran = accepted >= 0
     emitted = np.where(ran, accepted + 1, 0)
     before = 1 + np.cumsum(emitted, axis=1) - emitted
@@ -467,14 +469,13 @@ def evaluate(out: Path) -> None:
         if plain is None:
             plain = generate(model, flat, drafter="none", **options).ids()
         assert greedy.ids() == plain, f"{kind} changed the greedy tokens"
-        columns[f"{kind}, greedy"] = tokens_per_round(np.asarray(greedy.trace.accepted))
+        columns[f"{kind}, greedy"] = tokens_per_round(greedy)
         runs = [
             generate(model, flat, sampling=drawn, key=seed, **options) for seed in range(REPEATS)
         ]
-        counts = [tokens_per_round(np.asarray(run.trace.accepted)) for run in runs]
-        columns[f"{kind}, T = {TEMPERATURE}"] = np.sum(counts, axis=0)
+        columns[f"{kind}, T = {TEMPERATURE}"] = np.sum([*map(tokens_per_round, runs)], axis=0)
     of = np.repeat(np.arange(len(prompts)), CUTS)
-    rows = []
+    rows: list[list[object]] = []
     for number, name in enumerate(prompts):
         sums = [c[of == number].sum(axis=0) for c in columns.values()]
         rows.append([name, *(f"{tokens / rounds:.2f}" for rounds, tokens in sums)])

@@ -246,9 +246,9 @@ class DraftBatches:
         )
         width = slice(None) if self.aux else slice(0, 0)
         return Continuations(
-            tokens=cache.tokens[chosen],
-            aux=cache.aux[chosen, :, width].astype(np.float32),
-            hidden=cache.hidden[chosen].astype(np.float32),
-            anchors=anchors.astype(np.int32),
-            greedy=np.asarray(cache.greedy[chosen]),
+            tokens=jnp.asarray(cache.tokens[chosen]),
+            aux=jnp.asarray(cache.aux[chosen, :, width].astype(np.float32)),
+            hidden=jnp.asarray(cache.hidden[chosen].astype(np.float32)),
+            anchors=jnp.asarray(anchors.astype(np.int32)),
+            greedy=jnp.asarray(cache.greedy[chosen]),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         form = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(form))
+        newest = self.manager.latest_step()
+        return cast(TrainState, self.manager.restore(newest, args=ocp.args.StandardRestore(form)))
 
     def save(self, state: TrainState) -> None:
         """Write ``state``."""

@@ -38,7 +38,7 @@ def labels(frozen: Frozen) -> Labels:
     and convolutions they are "vector". Tables of constants, and the bias of the delta net's
     convolution, which checkpoints of this family do not have, are "fixed".
     """
-    kinds = {}
+    kinds: dict[tuple[Any, ...], str] = {}
     for path, variable in nnx.to_flat_state(nnx.state(frozen())):
         name = path[-1]
         matrix = name == "weight" and variable[...].ndim == 2 and path[0] not in ("embed", "head")
