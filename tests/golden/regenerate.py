@@ -26,7 +26,8 @@ What is trimmed, so that the set stays small in a repository:
     the first row kept, and is absent when all rows are. Other prompts keep every row.
 
 *   A large file that another folder holds too is kept once. `twins.json` says whose twin it is, and
-    `tests/paths.py` puts it back where it belongs before a test looks for it.
+    in which few bytes it differs, if in any; `tests/paths.py` puts it back where it belongs before a
+    test looks for it. The weights of broken artifacts are never read, so any of their size will do.
 
 Graphs, weights and all other arrays are passed on unchanged. Running the script again on the same
 SOURCE writes the same bytes.
@@ -35,7 +36,6 @@ SOURCE writes the same bytes.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -47,6 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TOKENIZER_IN = ("patched_fp32_paged_dflash2", "qwen3_fp32_cpu")
 LAST_ROWS = 16
 TWIN_BYTES = 20_000  # smaller files are not worth an entry
+DIFFERENT_BYTES = 200  # more of them make a file of its own
 
 Arrays = dict[str, np.ndarray]
 
@@ -102,20 +103,39 @@ def trim_artifact(source: Path, destination: Path) -> None:
 
 
 def drop_twins(root: Path) -> None:
-    """Removes every large file whose bytes an earlier one has, and lists them in twins.json.
+    """Removes every large file that is nearly an earlier one, and lists them in twins.json.
 
     The names are also written to .gitignore, since tests put the files back.
     """
-    first: dict[str, str] = {}
-    twins: dict[str, str] = {}
-    for file in sorted(f for f in root.glob("*/*") if f.stat().st_size > TWIN_BYTES):
+    kept: dict[tuple[str, int], list[Path]] = {}
+    twins: dict[str, Any] = {}
+    files = [f for f in root.glob("*/*") if f.stat().st_size > TWIN_BYTES]
+    for file in sorted(files, key=lambda f: (f.parent.name.startswith("broken_"), f)):
+        like = kept.setdefault((file.suffix, file.stat().st_size), [])
         name = file.relative_to(root).as_posix()
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        if first.setdefault(digest, name) != name:
-            twins[name] = first[digest]
-            file.unlink()
+        for source in like:
+            entry = twin(file, source)
+            if entry is not None:
+                of = source.relative_to(root).as_posix()
+                twins[name] = of if not entry else {"of": of, "bytes": entry}
+                file.unlink()
+                break
+        else:
+            like.append(file)
+    twins = dict(sorted(twins.items()))
     (root / "twins.json").write_text(json.dumps(twins, indent=1) + "\n")
     (root / ".gitignore").write_text("".join(f"/{name}\n" for name in twins))
+
+
+def twin(file: Path, source: Path) -> dict[str, str] | None:
+    """The bytes, by offset and in hexadecimal, in which `file` differs; None: it is no twin."""
+    if file.parent.name.startswith("broken_") and file.name == source.name == "model.onnx.data":
+        return {}
+    a, b = (np.frombuffer(f.read_bytes(), np.uint8) for f in (file, source))
+    where = np.flatnonzero(a != b)
+    if len(where) > DIFFERENT_BYTES:
+        return None
+    return {str(i): f"{a[i]:02x}" for i in where.tolist()}
 
 
 def main() -> None:
