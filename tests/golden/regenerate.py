@@ -26,8 +26,8 @@ What is trimmed, so that the set stays small in a repository:
     the first row kept, and is absent when all rows are. Other prompts keep every row.
 
 *   A large file that another folder holds too is kept once. `twins.json` says whose twin it is, and
-    in which few bytes it differs, if in any; `tests/paths.py` puts it back where it belongs before a
-    test looks for it. The weights of broken artifacts are never read, so any of their size will do.
+    in which few bytes it differs, if in any; `tests/paths.py` puts it back where it belongs before
+    a test looks for it. The weights of broken artifacts are never read: any of their size will do.
 
 Graphs, weights and all other arrays are passed on unchanged. Running the script again on the same
 SOURCE writes the same bytes.
