@@ -21,6 +21,7 @@ from jaxdraft.base import (
     Target,
     TargetOutput,
 )
+from jaxdraft.draft import lattice
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
@@ -61,6 +62,7 @@ __all__ = [
     "Target",
     "TargetOutput",
     "generate",
+    "lattice",
     "load",
     "plan",
     "score",

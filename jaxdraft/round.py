@@ -434,6 +434,7 @@ def _feed(
 def _propose(drafter: Drafter, state: RoundState, feed: Feed) -> tuple[RoundState, DraftInfo]:
     """Ask for drafts, and count what came: drafts clear a row's failures, silence does neither."""
     memory, proposal, info = drafter.propose(state.drafter, feed)
+    proposal = _within(proposal, feed)
     drafted = proposal.length > 0
     running = state.status == Status.RUNNING
     off = running & (feed.limit > 0) & (state.failures >= MAX_FAILURES)
@@ -456,6 +457,14 @@ def _propose(drafter: Drafter, state: RoundState, feed: Feed) -> tuple[RoundStat
         stats=stats,
     )
     return state, info
+
+
+def _within(proposal: Proposal, feed: Feed) -> Proposal:
+    """The proposal, no longer than was asked for: more would be emitted past the row's limits."""
+    length = jnp.minimum(proposal.length, jnp.where(feed.wants_draft, feed.limit, 0))
+    length = jnp.maximum(length, 0).astype(jnp.int32)
+    kept = jnp.arange(proposal.tokens.shape[1])[None] < length[:, None]
+    return replace(proposal, tokens=jnp.where(kept, proposal.tokens, NO_TOKEN), length=length)
 
 
 def _tally(counts: jax.Array, reached: jax.Array) -> jax.Array:

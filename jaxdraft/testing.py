@@ -393,6 +393,7 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
                 f"row {row} differs from plain decoding at token {same}: "
                 f"plain {expected[same : same + 8]}, with drafts {found[same : same + 8]}"
             )
+    np.testing.assert_array_equal(plain.lengths, drafted.lengths)
     np.testing.assert_array_equal(plain.status, drafted.status)
     check_stats(drafted.stats)
 

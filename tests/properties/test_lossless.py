@@ -321,3 +321,28 @@ def test_non_finite_logits_are_flagged(poison: str) -> None:
         assert out.ids()[1] == truth[1]
     with pytest.raises(FloatingPointError, match=r"rows \[0"):
         generate(model, prompts, max_new_tokens=NEW, drafter=drafter)
+
+
+def test_a_drafter_that_proposes_too_much_is_cut_short() -> None:
+    """It was asked for ``limit`` drafts; what is past them never reaches the target."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Eager(TableDrafter):
+        def propose(self, state: Any, feed: Any) -> Any:
+            state, proposal, info = super().propose(state, feed)
+            tokens = self.table[feed.anchor]
+            length = jnp.full_like(proposal.length, tokens.shape[1])
+            return state, replace(proposal, tokens=tokens, length=length), info
+
+        def tree_flatten(self) -> Any:
+            return (self.table,), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
+            return cls(*leaves)
+
+    model = Model.of(TableTarget.counting(VOCAB))
+    following = (np.arange(VOCAB)[:, None] + 1 + np.arange(K)[None]) % VOCAB
+    drafter = Eager(jnp.asarray(following, jnp.int32))
+    assert_lossless(model, drafter, [[1, 2], [5]], max_new_tokens=[3, 7])
+    assert_lossless(model, drafter, [[1, 2], [5]], max_new_tokens=9, draft_limit=[1, 0])
