@@ -101,6 +101,17 @@ class AdaptiveDrafter:
         inner = None if method is None else method(state.inner, tokens, length)
         return None if inner is None else replace(state, inner=inner)
 
+    def learned(self, state: AdaptiveState) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the rule learned of each row: it is in no text, and cannot be read anew from one."""
+        return state.rate, state.proposed, state.cut
+
+    def with_learned(
+        self, state: AdaptiveState, learned: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> AdaptiveState:
+        """The state with what :meth:`learned` gave."""
+        rate, proposed, cut = learned
+        return replace(state, rate=rate, proposed=proposed, cut=cut)
+
     def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
         """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
 

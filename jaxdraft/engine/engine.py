@@ -424,7 +424,12 @@ class Engine:
         request.ids.extend(tokens)
         request.emitted = int(columns.emitted[place])
         request.pending = int(columns.pending[place])
-        request.failures = int(columns.failures[place])
+        if request.noted is not None:  # its drafts are those it had, not those in the report
+            request.pending, request.noted = request.noted[1], None
+        else:
+            if first or request.phase is Phase.RUNNING:  # otherwise it proposed what it had before
+                request.failed_before = request.failures
+            request.failures = int(columns.failures[place])
         request.heard = int(columns.heard[place])
         request.read = len(request.ids) - request.known
         if first:
@@ -526,12 +531,14 @@ class Engine:
         scheduler = self.scheduler
         for request in list(scheduler.active.values()):
             request.settle()
+            request.noted = None
             scheduler.leave(request, stop=False, remember=False)
             scheduler.add(request)
         for request in list(scheduler.kept.values()):
             scheduler.forget(request)
         scheduler.cache.clear()
         scheduler.stopping.clear()
+        scheduler.lost.clear()
         self._forwards_at = np.zeros(2, np.int64)
         self.runner.reset()
 

@@ -292,7 +292,9 @@ def admit(
     length, emitted, failures, heard = counts
     both = (part.target, part.drafter)
     if memory is not None:
+        fresh = learned(drafter, both[1])
         both = rows_.with_own(both, parts, memory)
+        both = (both[0], with_learned(drafter, both[1], fresh))  # another text, or another turn
         if rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)
             both = rows_.with_ring_contents(rows_.seat(both, nowhere, row), rings)
@@ -322,6 +324,38 @@ def skip(part: Target | Drafter, state: Any, tokens: jax.Array, length: jax.Arra
         return state
     method = getattr(part, "skip", None)
     return None if method is None else method(state, tokens, length)
+
+
+def learned(drafter: Drafter, state: Any) -> Any:
+    """What a drafter knows of its rows that no text tells, such as how its drafts fared."""
+    method = getattr(drafter, "learned", None)
+    return () if method is None else method(state)
+
+
+def with_learned(drafter: Drafter, state: Any, known: Any) -> Any:
+    """The state with what :func:`learned` gave."""
+    method = getattr(drafter, "with_learned", None)
+    return state if method is None else method(state, known)
+
+
+@functools.partial(jax.jit, static_argnames=("where",))
+def note(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
+    """What a row that loses its place must find again: its drafts, and what was learned."""
+    part = rows_.take(state, where, row)
+    return part.proposal, learned(drafter, part.drafter)
+
+
+@functools.partial(jax.jit, static_argnames=("where",), donate_argnames=("state",))
+def recall(
+    drafter: Drafter, state: RoundState, row: jax.Array, noted: Any, *, where: Layout
+) -> RoundState:
+    """A row that has read its text again goes on with what :func:`note` gave."""
+    part = rows_.take(state, where, row)
+    proposal, known = noted
+    if proposal.support is None or part.proposal.support is None:  # nobody sampled then, or now
+        proposal = replace(proposal, support=part.proposal.support)
+    part = replace(part, proposal=proposal, drafter=with_learned(drafter, part.drafter, known))
+    return rows_.put(state, part, where, row)
 
 
 @functools.partial(jax.jit, static_argnames=("where", "parts"))

@@ -143,9 +143,10 @@ class Request:
         )
         self.emitted = 0
         self.pending = 0  # drafts of the coming round
-        self.failures = 0
+        self.failures = self.failed_before = 0  # of the drafter, with the last proposal and before
         self.heard = 0  # state of the stop-string automaton
         self.now = Counts.zeros(self._engine.draft_tokens)
+        self.noted: tuple[Any, int] | None = None  # of one that lost its row: see `programs.note`
         self.strikes = 0
         self.text: str | None = None
         self.speaker: Any = None

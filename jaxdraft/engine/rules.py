@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,11 +24,65 @@ _AUTOMATA = 16
 """Sets of stop strings whose automata stay on the device when nobody uses them."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """What the rules of a batch have at all: part of a program, where their values are not.
+
+    Attributes:
+      stops: stop ids of a row, a power of two.
+      samples: some row has a :class:`jaxdraft.Sampling`.
+      random: some row draws.
+      penalties, bias, allowed: some row has such.
+      automata: sets of stop strings, and states of the largest automaton; zeros: none.
+      logprobs: alternatives that some row wants, a power of two or 0; None: no log-probabilities.
+    """
+
+    stops: int = 4
+    samples: bool = False
+    random: bool = False
+    penalties: bool = False
+    bias: bool = False
+    allowed: bool = False
+    automata: tuple[int, int] = (0, 0)
+    logprobs: int | None = None
+
+    @classmethod
+    def of(cls, rules: RequestRules) -> Form:
+        """The form of one request."""
+        how, n = rules.sampling, rules.logprobs
+        return cls(
+            stops=_power(max(4, len(rules.stop_ids))),
+            samples=how is not None,
+            random=how is not None and how.streams is not None,
+            penalties=how is not None and how.penalties is not None,
+            bias=how is not None and how.bias is not None,
+            allowed=how is not None and how.allowed is not None,
+            automata=(0, 0) if rules.automaton is None else (1, rules.automaton.shape[0]),
+            logprobs=_power(n) if n else n,
+        )
+
+    def __or__(self, other: Form) -> Form:
+        wanted = [n for n in (self.logprobs, other.logprobs) if n is not None]
+        return Form(
+            stops=max(self.stops, other.stops),
+            samples=self.samples or other.samples,
+            random=self.random or other.random,
+            penalties=self.penalties or other.penalties,
+            bias=self.bias or other.bias,
+            allowed=self.allowed or other.allowed,
+            automata=(
+                max(self.automata[0], other.automata[0]),
+                max(self.automata[1], other.automata[1]),
+            ),
+            logprobs=max(wanted) if wanted else None,
+        )
+
+
 class RulesTable:
     """The rules of every row, brought to the device when a row changes hands.
 
-    Whether there is sampling, a penalty, a bias, a mask or a stop string at all is part of a
-    program (:attr:`form`): a batch in which nobody has one runs without.
+    Programs are compiled for a :class:`Form`. It grows as requests need it, and starts again when
+    none of those is left that it was made for: a busy engine does not go back and forth.
 
     Args:
       rows: B.
@@ -36,46 +91,38 @@ class RulesTable:
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self._rows, self.vocab = rows, vocab_size
-        self._now: tuple[Any, ...] | None = None
+        self._held: list[RequestRules | None] = [None] * rows
         self._tables: OrderedDict[tuple[Any, ...], jax.Array] = OrderedDict()
-        self.update({})
+        self.form = Form()
+        self.rules = self._build(self._held)
 
     def update(self, active: Mapping[int, Request]) -> None:
         """Follow the rows: nothing happens while they are the same."""
-        now = tuple(sorted((row, id(r.rules)) for row, r in active.items()))
-        if now == self._now:
-            return
         found: list[RequestRules | None] = [None] * self._rows
         for row, request in active.items():
             found[row] = request.rules
-        self._set(found)
-        self._now = now
-        self._held = found  # an id stands for the same object as long as it is held
-
-    def _set(self, found: list[RequestRules | None]) -> None:
-        there = [r for r in found if r is not None]
-        samplings = [r.sampling for r in there if r.sampling is not None]
-        self.random = any(s.streams is not None for s in samplings)
-        self.rules = self._build(found, bool(samplings), self.random)
-        how, stop = self.rules.sampling, self.rules.stop_text
-        self.form = (
-            self.rules.stop_ids.shape[1],
-            self.random,
-            how is not None,
-            how is not None and how.penalties is not None,
-            how is not None and how.bias is not None,
-            how is not None and how.allowed is not None,
-            None if stop is None else stop.table.shape[:2],
-        )
+        if all(a is b for a, b in zip(found, self._held, strict=True)):
+            return
+        before = {id(r) for r in self._held if r is not None}
+        if not any(id(r) in before for r in found):
+            self.form = Form()
+        for rules in found:
+            if rules is not None:
+                self.form = self.form | Form.of(rules)
+        names = {r.stop for r in found if r is not None and r.automaton is not None}
+        if names:
+            size = max(self.form.automata[0], _power(len(names)))
+            self.form = dataclasses.replace(self.form, automata=(size, self.form.automata[1]))
+        self.rules, self._held = self._build(found), found
 
     def neutral(self, *, random: bool) -> Rules:
         """The rules of rows that nobody has."""
-        return self._build([None] * self._rows, random, random)
+        before, self.form = self.form, Form(samples=random, random=random)
+        rules, self.form = self._build([None] * self._rows), before
+        return rules
 
-    def _build(self, found: list[RequestRules | None], samples: bool, random: bool) -> Rules:
-        longest = max((len(r.stop_ids) for r in found if r is not None), default=0)
-        width = max(4, 1 << (longest - 1).bit_length())  # a few more or fewer compile nothing
-        stop_ids = np.full((self._rows, width), NO_TOKEN, np.int32)
+    def _build(self, found: list[RequestRules | None]) -> Rules:
+        stop_ids = np.full((self._rows, self.form.stops), NO_TOKEN, np.int32)
         numbers: Any = np.zeros((3, self._rows), np.int32)
         for row, r in enumerate(found):
             if r is not None:
@@ -84,12 +131,12 @@ class RulesTable:
         rules: Any = Rules(
             stop_ids,  # type: ignore[bad-argument-type]
             *numbers,
-            sampling=self._sampling(found, random) if samples else None,
-            stop_text=self._stop_text(found),
+            sampling=self._sampling(found) if self.form.samples else None,
+            stop_text=self._stop_text(found) if self.form.automata[0] else None,
         )
         return jax.device_put(rules)
 
-    def _sampling(self, found: list[RequestRules | None], random: bool) -> SamplingRules:
+    def _sampling(self, found: list[RequestRules | None]) -> SamplingRules:
         rows: list[SamplingRules | None] = [None if r is None else r.sampling for r in found]
 
         def column(pick: Any, neutral: Any, dtype: Any) -> Any:  # [B, ...]
@@ -105,11 +152,8 @@ class RulesTable:
                 min_p=column(lambda s: pick(s).min_p, 0.0, np.float32),
             )
 
-        def some(name: str) -> bool:
-            return any(s is not None and getattr(s, name) is not None for s in rows)
-
         penalties = None
-        if some("penalties"):
+        if self.form.penalties:
             penalties = Penalties(
                 *(
                     column(
@@ -121,11 +165,11 @@ class RulesTable:
                 )
             )
         bias = allowed = streams = None
-        if some("bias"):
+        if self.form.bias:
             bias = column(lambda s: s.bias, np.zeros(self.vocab), np.float32)
-        if some("allowed"):
+        if self.form.allowed:
             allowed = column(lambda s: s.allowed, np.ones(self.vocab), bool)
-        if random:
+        if self.form.random:
             blank = np.zeros_like(jax.random.key_data(jax.random.key(0)))
             data = column(lambda s: s.streams, blank, blank.dtype)
             streams = jax.random.wrap_key_data(jax.device_put(data))
@@ -139,34 +183,37 @@ class RulesTable:
             allowed=allowed,
         )
 
-    def _stop_text(self, found: list[RequestRules | None]) -> StopText | None:
+    def _stop_text(self, found: list[RequestRules | None]) -> StopText:
         automata = {r.stop: r.automaton for r in found if r is not None and r.automaton is not None}
-        if not automata:
-            return None
         names = tuple(sorted(automata))
         which = [
             NO_AUTOMATON if r is None or r.automaton is None else names.index(r.stop) for r in found
         ]
-        if names not in self._tables:
-            self._tables[names] = jax.device_put(_stack([automata[name] for name in names]))
+        key = (*names, self.form.automata)
+        if key not in self._tables:
+            stacked = _stack([automata[name] for name in names], *self.form.automata, self.vocab)
+            self._tables[key] = jax.device_put(stacked)
             if len(self._tables) > _AUTOMATA:
                 self._tables.popitem(last=False)
-        self._tables.move_to_end(names)
+        self._tables.move_to_end(key)
         rows: Any = np.asarray(which, np.int32)
-        return StopText(self._tables[names], rows)
+        return StopText(self._tables[key], rows)
 
 
-def _stack(automata: list[np.ndarray]) -> np.ndarray:
-    """Automata [states, V] of several sizes as one table [U, states, V].
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> np.ndarray:
+    """Automata [s, V] of several sizes as one table [count, states, V].
 
     The last state means *found*, so it moves to the end of the largest.
     """
-    size = max(a.shape[0] for a in automata)
-    count = 1 << (len(automata) - 1).bit_length()
-    table = np.full((count, size, automata[0].shape[1]), size - 1, np.int16)
+    table = np.full((count, states, vocab), states - 1, np.int16)
     for number, automaton in enumerate(automata):
         last = automaton.shape[0] - 1
-        table[number, :last] = np.where(automaton == last, size - 1, automaton)[:last]
+        table[number, :last] = np.where(automaton == last, states - 1, automaton)[:last]
     return table
 
 

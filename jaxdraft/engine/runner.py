@@ -56,6 +56,7 @@ class Runner:
         self.paged = rows.has_pages(memory)
         self.drafter_paged = rows.has_pages(shape.drafter)
         self.skips = self._can_skip()
+        self.learns = hasattr(drafter, "learned")
         self._parts = rows.layout(lambda b: _memory(self._make(b)), batch)
         # A drafter that draws says from what: proposals have a support while anybody samples.
         self._support = self._support_shape(shape)
@@ -94,12 +95,15 @@ class Runner:
           ``work.reading``.
         """
         self.table.update(active)
+        if self.learns:
+            for request, row in work.lost:
+                request.noted = (self._note(row), request.pending)
         if work.stopped:
             gone = np.zeros(self.batch, bool)
             gone[work.stopped] = True
             self.state = programs.stop(self.state, gone)
-        if self.table.random != self._drawn:
-            self._drawn = self.table.random
+        if self.table.form.random != self._drawn:
+            self._drawn = self.table.form.random
             self.state = self._formed(self.state, self._drawn)
         reports: list[Report | None] = [None, None]
         order: list[int] = []
@@ -116,6 +120,8 @@ class Runner:
             for request, count in work.reading:
                 if request.read + count in request.marks:
                     request.saved[request.read + count] = self.save(request)
+                if request.noted is not None and request.read + count == request.goal:
+                    self._recall(request)
         told: list[Report | None] = jax.device_get(reports)
         k = self.drafter.draft_tokens
         heard = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in told]
@@ -129,6 +135,15 @@ class Runner:
         where = self._where[self._drawn]
         return programs.save(self.state, row, where=where, parts=self._parts)
 
+    def _note(self, row: int) -> Any:
+        at, where = np.asarray([row], np.int32), self._where[self._drawn]
+        return programs.note(self.drafter, self.state, at, where=where)
+
+    def _recall(self, request: Request) -> None:
+        assert request.noted is not None
+        at, where = np.asarray([request.row], np.int32), self._where[self._drawn]
+        self.state = programs.recall(self.drafter, self.state, at, request.noted[0], where=where)
+
     # ------------------------------------------------------------------ programs
 
     def _round(self, requests: list[Request], everyone: int) -> tuple[Report, list[int]]:
@@ -137,11 +152,10 @@ class Runner:
         # When the whole state takes part anyway, nothing has to be moved.
         whole = size >= self.batch and len(requests) == everyone
         seats = self._seats(requests, list(range(self.batch)) if whole else None, size)
-        wanted = self._alternatives(requests)
-        self._count("round", seats, whole, wanted)
+        self._count("round", seats, whole)
         self.state, report = programs.run_round(
             self.target, self.drafter, self.state, self.table.rules, seats,
-            where=self._where[self._drawn], whole=whole, logprobs=wanted,
+            where=self._where[self._drawn], whole=whole, logprobs=self._alternatives(),
         )  # fmt: skip
         order = [r.row if whole else place for place, r in enumerate(requests)]
         return report, order  # type: ignore[bad-return]
@@ -158,19 +172,18 @@ class Runner:
             ends = request.read + count == request.goal
             begins[place], resumes[place] = ends and not request.known, ends and request.known
         seats = self._seats(requests, None, size)
-        wanted = self._alternatives(requests)
-        self._count("chunk", seats, width, wanted)
+        self._count("chunk", seats, width)
         self.state, report = programs.run_chunk(
             self.target, self.drafter, self.state, self.table.rules, seats,
             tokens, counts, begins, resumes,
-            where=self._where[self._drawn], logprobs=wanted,
+            where=self._where[self._drawn], logprobs=self._alternatives(),
         )  # fmt: skip
         return report
 
     def _admit(self, request: Request, memory: Any) -> None:
         tokens = np.zeros((1, self._context), np.int32)
         tokens[0, : len(request.ids)] = request.ids
-        counts = [request.read, request.emitted, request.failures, request.heard]
+        counts = [request.read, request.emitted, request.failed_before, request.heard]
         leaves, rings = (None, ()) if memory is None else memory
         self.state = programs.admit(
             self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,
@@ -191,13 +204,9 @@ class Runner:
             table[place_of[request.row], : len(request.pages)] = request.pages
         return Seats(rows_of, rows_of < self.batch, table)  # type: ignore[bad-argument-type]
 
-    def _alternatives(self, requests: list[Request]) -> int | None:
-        """Log-probabilities that a program must give: a power of two of them, or none."""
-        wanted = [r.rules.logprobs for r in requests if r.rules.logprobs is not None]
-        if not wanted:
-            return None
-        most = max(wanted)
-        return min(1 << (most - 1).bit_length(), self.target.vocab_size) if most else 0
+    def _alternatives(self) -> int | None:
+        wanted = self.table.form.logprobs
+        return None if wanted is None else min(wanted, self.target.vocab_size)
 
     def _count(self, name: str, seats: Seats, *shape: Any) -> None:
         self.compiled.add((name, np.shape(seats.table), self.table.form, *shape))

@@ -24,6 +24,7 @@ from jaxdraft.engine.request import Phase, Request
 class Work:
     """What one step does, in this order."""
 
+    lost: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # their rows
     stopped: list[int] = dataclasses.field(default_factory=list)  # rows that run no more
     running: list[Request] = dataclasses.field(default_factory=list)  # one round
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # page onto page
@@ -78,6 +79,7 @@ class Scheduler:
         self._free = list(range(rows))
         self._waiting: list[tuple[int, int, Request]] = []
         self._serial = itertools.count()
+        self.lost: list[tuple[Request, int]] = []  # who lost its row since the last step
         self.stopping: list[int] = []  # rows that the device believes to run
 
     # ------------------------------------------------------------------ requests come and go
@@ -148,6 +150,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """It loses its place; what it computed is remembered as long as there is room."""
+        if request.phase is Phase.RUNNING and request.row is not None:
+            self.lost.append((request, request.row))
         self.leave(request, stop=True)
         request.preemptions += 1
         request.settle()
@@ -223,6 +227,7 @@ class Scheduler:
                     break
                 heapq.heappop(self._waiting)
                 left -= self._read(work, request, left)
+        work.lost, self.lost = self.lost, []
         work.stopped, self.stopping = self.stopping, []
         return work
 
