@@ -131,7 +131,7 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
     with _friendly():
-        model = _load(folder, dtype)
+        model = _load(folder, dtype, drafter)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -166,6 +166,27 @@ def generate_command(
         out, seconds = _print_stream(first, events)
     console.print()
     _print_summary(out, seconds)
+
+
+@app.command()
+def save(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(help="Folder to make: target, dflash2, dspark.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the stored tensors; default: the model's.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
+) -> None:
+    """Write a model as checkpoints (config.json and safetensors), for exporters and runtimes."""
+    from jaxdraft.checkpoint import save as save_checkpoint
+
+    with _friendly():
+        done = save_checkpoint(_load(folder, None), out, dtype=dtype, overwrite=overwrite)
+    for part in done.parts:
+        console.print(f"wrote {done.folder / part}")
+    if done.rounded:
+        worst = max(done.rounded.values())
+        console.print(f"{len(done.rounded)} tensors were rounded, by {worst:.1e} at most")
 
 
 @app.command()
@@ -295,7 +316,8 @@ def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
     return [model.text.encode(prompt)]
 
 
-def _load(folder: Path, dtype: str | None) -> Model:
+def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> Model:
+    """Load with a progress bar; of a checkpoint with several drafters, the one that is named."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("loading", total=None)
@@ -305,7 +327,9 @@ def _load(folder: Path, dtype: str | None) -> Model:
                 task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
             )
 
-        return load(folder, dtype=dtype, progress=progress)
+        checkpoint = not (folder / "genai_config.json").exists()
+        named = drafter if checkpoint and drafter in ("mtp", "dflash2", "dspark") else None
+        return load(folder, dtype=dtype, progress=progress, drafter=named)
 
 
 def _print_stream(first: Event, events: Iterator[Event]) -> tuple[Output, float]:

@@ -59,6 +59,21 @@ def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
     assert all("return" not in text for text in said)
 
 
+def test_save_writes_checkpoints_that_load(tmp_path: Path) -> None:
+    out = tmp_path / "family"
+    result = runner.invoke(app, ["save", str(EMBEDDED), str(out)])
+    assert result.exit_code == 0, result.output
+    assert (out / "target" / "config.json").is_file() and (out / "dflash2").is_dir()
+    again = runner.invoke(app, ["save", str(EMBEDDED), str(out)])
+    assert again.exit_code == 2  # nothing is overwritten unasked
+    command = ["--prompt", "def main(argv):\n", "-n", "24"]
+    texts = [
+        runner.invoke(app, ["generate", str(folder), *command]).stdout.split("tokens/s")[0]
+        for folder in (EMBEDDED, out)
+    ]
+    assert texts[0].rsplit("\n", 1)[0] == texts[1].rsplit("\n", 1)[0]
+
+
 def test_demo_shows_equal_texts() -> None:
     result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
     assert result.exit_code == 0, result.output
