@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxdraft import Model
+from jaxdraft import Model, Output, generate
 from jaxdraft.base import Feed, Proposal, TargetOutput
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
@@ -164,6 +164,15 @@ def history_model(*, recurrent: bool = False, drafts: bool = True) -> Model:
     table = jax.random.normal(jax.random.key(3), (ROWS, VOCAB), jnp.float32)
     target = HistoryTarget(table, recurrent)
     return Model.of(target, HistoryDrafter(target) if drafts else None)
+
+
+def alone(model: Model, prompts: list[list[int]], new: int, **rules: Any) -> Output:
+    """What :func:`jaxdraft.generate` makes of prompts; those of all lengths share a program."""
+    ids = np.zeros((len(prompts), 64), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    return generate(model, ids, lengths=lengths, max_new_tokens=new, **rules)
 
 
 def greedy(model: Model, prompt: list[int], new: int, stops: tuple[int, ...] = ()) -> list[int]:

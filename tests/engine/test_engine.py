@@ -10,16 +10,19 @@ import pytest
 
 from jaxdraft import Engine, Model, generate
 from jaxdraft.engine import Buckets
-from jaxdraft.testing import check_stats, tiny_drafter, tiny_model, tiny_mtp, tiny_target
+from jaxdraft.testing import check_stats, tiny_drafter, tiny_mtp, tiny_target
 from tests.engine.models import VOCAB, greedy, history_model
 
-PAGE = 4
+# One set of shapes for all tests with history models: they share their programs. The pool has
+# pages for less than one row at full context, and there are four.
+SIZES: dict[str, Any] = dict(
+    max_batch=4, page_size=4, pages=14, context=64, chunk=8, budget=12,
+    buckets=Buckets(rows=(4,), chunks=(8,), columns=(16,)),
+)  # fmt: skip
 
 
-def history_engine(*, recurrent: bool = False, rows: int = 4, **options: Any) -> Engine:
-    options = dict(page_size=PAGE, context=64, chunk=8, budget=12) | options
-    options.setdefault("buckets", Buckets(rows=(rows,), chunks=(8,), columns=(16,)))
-    return Engine(history_model(recurrent=recurrent), max_batch=rows, **options)
+def history_engine(*, recurrent: bool = False, **options: Any) -> Engine:
+    return Engine(history_model(recurrent=recurrent), **SIZES | options)
 
 
 def finish(engine: Engine) -> list[Any]:
@@ -76,25 +79,28 @@ def test_requests_share_a_batch(recurrent: bool) -> None:
 
 @functools.cache
 def tiny(kind: str) -> Model:
-    if kind == "attention":  # no recurrent layers: pages alone hold a prefix, the drafter's too
-        target = tiny_target(layers=("attention", "attention"), taps=(0, 1))
-        return Model.of(target, tiny_drafter(target, "dspark"))
-    if kind == "attention mtp":
-        target = tiny_target(layers=("attention", "attention"), taps=())
-        return Model.of(target, tiny_mtp(target))
-    return tiny_model(kind)
+    if kind == "hybrid, ring":  # a prefix needs a checkpoint of the recurrent state and the ring
+        target = tiny_target(layers=("delta_net", "attention"), taps=(0, 1))
+        return Model.of(target, tiny_drafter(target, "dflash2", layers=1))
+    target = tiny_target(layers=("attention",), taps=(0,))
+    if kind == "pages alone":  # of the drafter too
+        return Model.of(target, tiny_drafter(target, "dspark", layers=1))
+    return Model.of(target, tiny_mtp(target))  # the last pair of a page needs the token behind it
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "attention", "attention mtp"])
+def tiny_engine(kind: str, **options: Any) -> Engine:
+    return Engine(
+        tiny(kind), max_batch=3, context=48, page_size=8, pages=8, chunk=16, budget=24,
+        buckets=Buckets(rows=(3,), chunks=(16,), columns=(6,)), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["hybrid, ring", "pages alone", "mtp"])
 def test_decoders_with_their_drafters(kind: str) -> None:
     """A pool for a third of the rows at full context: prefixes are met again, rows lose their
     places, and every token and every accepted draft is as in a batch of one.
     """
-    model = tiny(kind)
-    engine = Engine(
-        model, max_batch=3, context=48, page_size=8, pages=8, chunk=16, budget=24,
-        buckets=Buckets(rows=(3,), chunks=(16,), columns=(6,)),
-    )  # fmt: skip
+    model, engine = tiny(kind), tiny_engine(kind)
     said = prompts(7, seed=1, vocab=48, longest=24)
     requests = [engine.submit(p, max_new_tokens=16) for p in said]
     finish(engine)

@@ -15,7 +15,7 @@ from jaxdraft import Engine, Model, generate
 from jaxdraft.base import Feed
 from jaxdraft.engine import programs
 from tests.engine.models import HistoryDrafter, HistoryTarget, greedy, history_model
-from tests.engine.test_engine import everything_is_free, finish, history_engine, prompts
+from tests.engine.test_engine import SIZES, everything_is_free, finish, history_engine, prompts
 
 STAGES = ["stop", "run_round", "admit", "run_chunk", "save"]
 
@@ -28,7 +28,7 @@ def expected(said: list[list[int]], new: int, *, recurrent: bool) -> list[list[i
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_program_may_fail_once(stage: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it ran, or after it took the state away."""
-    engine = history_engine(recurrent=True, pages=16)
+    engine = history_engine(recurrent=True)
     real, calls = getattr(programs, stage), 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -127,17 +127,10 @@ def fragile() -> Any:
     SWITCH.update(target=False, drafter=False)
 
 
-def fragile_engine(model: Model) -> Engine:
-    like = history_engine()
-    return Engine(
-        model, max_batch=4, page_size=4, context=64, chunk=8, budget=12, buckets=like.runner.buckets
-    )
-
-
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_broken_drafter_is_switched_off(fragile: Model, after: int) -> None:
     """From the first step on, or in the middle: tokens as ever, and its last words are kept."""
-    engine = fragile_engine(fragile)
+    engine = Engine(fragile, **SIZES)
     said = prompts(5, seed=5)
     requests = [engine.submit(p, max_new_tokens=10) for p in said]
     for _ in range(after):
@@ -156,7 +149,7 @@ def test_a_broken_drafter_is_switched_off(fragile: Model, after: int) -> None:
 
 def test_the_device_breaks_for_a_while(fragile: Model) -> None:
     """One step of everybody fails on the device itself, with the state in its hands."""
-    engine = fragile_engine(fragile)
+    engine = Engine(fragile, **SIZES)
     said = prompts(5, seed=6)
     requests = [engine.submit(p, max_new_tokens=10) for p in said]
     for _ in range(3):
@@ -218,7 +211,7 @@ def test_logits_that_are_not_finite_end_one_request() -> None:
     table = np.array(history_model().target.table)  # type: ignore[missing-attribute]
     table[::7] = np.nan
     model = Model.of(target := HistoryTarget(jnp.asarray(table)), HistoryDrafter(target))
-    engine = fragile_engine(model)
+    engine = Engine(model, **SIZES)
     said = prompts(8, seed=8)
     requests = [engine.submit(p, max_new_tokens=6) for p in said]
     events = finish(engine)

@@ -10,35 +10,33 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxdraft import Engine, Request, Sampling, generate
-from jaxdraft.engine import Buckets
-from tests.engine.models import greedy, history_model
+from jaxdraft import Engine, Request, Sampling
+from tests.engine.models import alone, greedy, history_model
+from tests.engine.test_engine import SIZES, history_engine
 
-PAGE, PAGES, ROWS, CONTEXT = 4, 12, 3, 64
-NEW = st.sampled_from([1, 4, 9, 16, 24])
+PAGES, ROWS = SIZES["pages"], SIZES["max_batch"]
+NEW = st.sampled_from([1, 4, 9, 16])
 TEXT = st.lists(st.sampled_from([1, 2, 7]), min_size=1, max_size=14)  # prefixes meet again
 
 
 @functools.cache
 def engine_of(recurrent: bool) -> Engine:
     """One engine for all examples: whatever happened before must leave no trace."""
-    return Engine(
-        history_model(recurrent=recurrent), max_batch=ROWS, context=CONTEXT, page_size=PAGE,
-        pages=PAGES, chunk=8, budget=12, buckets=Buckets(rows=(ROWS,), chunks=(8,), columns=(16,)),
-    )  # fmt: skip
+    return history_engine(recurrent=recurrent)
 
 
 @functools.cache
-def alone(recurrent: bool, prompt: tuple[int, ...], new: int, **rules: Any) -> list[int]:
+def expected(recurrent: bool, prompt: tuple[int, ...], new: int, **rules: Any) -> list[int]:
     """What a request says by itself."""
     model = history_model(recurrent=recurrent)
     stops, heat, seed = rules["stop_ids"], rules["heat"], rules["seed"]
     if not heat:
         return greedy(model, list(prompt), new, stops)
-    out = generate(
-        model, [list(prompt)], max_new_tokens=new, stop_ids=stops, draft_limit=rules["draft_limit"],
-        sampling=Sampling(temperature=heat, top_k=5), key=seed,
-    )  # fmt: skip
+    how = Sampling(temperature=heat, top_k=5)
+    limit = rules["draft_limit"]
+    out = alone(
+        model, [list(prompt)], new, stop_ids=stops, draft_limit=limit, sampling=how, key=seed
+    )
     return out.ids()[0]
 
 
@@ -55,8 +53,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _submit(self, prompt: list[int], new: int, rules: dict[str, Any], keep: bool) -> None:
         options = self._options(new, rules)
-        if len(prompt) + new - 1 > PAGE * PAGES:
-            with pytest.raises(ValueError, match="the pool has 12"):
+        if len(prompt) + new - 1 > 4 * PAGES:
+            with pytest.raises(ValueError, match=f"the pool has {PAGES}"):
                 self.engine.submit(prompt, keep=keep, **options)
             return
         request = self.engine.submit(prompt, keep=keep, **options)
@@ -85,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], new: int, rules: dict[str, Any], keep: bool) -> None:
         self._submit(prompt, new, rules, keep)
 
-    @rule(size=st.integers(40, 60), rules=rules_)
+    @rule(size=st.integers(48, 60), rules=rules_)
     def submit_long(self, size: int, rules: dict[str, Any]) -> None:
         """Most of them are more than the pool holds."""
         self._submit([1, 2] * (size // 2), 3, rules, False)
@@ -114,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         if back:
             request.rewind()
         prompt = (*request.ids, *more)
-        if len(prompt) + new - 1 > PAGE * PAGES:
+        if len(prompt) + new - 1 > 4 * PAGES:
             return
         rules = self.expected[request.number][2]
         request.extend(more, max_new_tokens=new)
@@ -138,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, new, rules = self.expected[request.number]
         if request.finish_reason is None or not request.turns[-1].output:
             return  # rewound to nothing
-        whole = alone(self.recurrent, prompt, new, **rules)
+        whole = expected(self.recurrent, prompt, new, **rules)
         assert request.prompt == list(prompt)
         if request.finish_reason == "cancelled":
             assert request.tokens == whole[: len(request.tokens)]
@@ -170,7 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = hypothesis.settings(
-    max_examples=25,
+    max_examples=12,
     stateful_step_count=25,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )  # a step takes too long to shrink much

@@ -11,21 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling, generate
-from jaxdraft.engine import Buckets
 from jaxdraft.text import Text
-from tests.engine.models import VOCAB, greedy, history_model
-from tests.engine.test_engine import everything_is_free, finish, prompts
-
-SIZES: dict[str, Any] = dict(
-    page_size=4,
-    context=64,
-    chunk=8,
-    budget=16,
-    buckets=Buckets(rows=(4,), chunks=(8,), columns=(16,)),
-)
-
-
-PAGES = 20  # of 4 positions: not enough for four rows
+from tests.engine.models import VOCAB, alone, greedy, history_model
+from tests.engine.test_engine import SIZES, everything_is_free, finish, prompts
 
 
 @functools.cache
@@ -60,7 +48,7 @@ def test_rules_of_all_kinds() -> None:
     greedy ones beside them stay greedy.
     """
     model = spoken()
-    engine = Engine(model, max_batch=4, pages=PAGES, **SIZES)
+    engine = Engine(model, **SIZES)
     said = prompts(8, seed=9, longest=8)
     assert model.text is not None
     sixth = model.text.decode(greedy(model, said[1], 6)[5:])  # what one request will end with
@@ -89,7 +77,7 @@ def test_rules_of_all_kinds() -> None:
             assert request.finish_reason == ("stop_string" if ends else "length")
             assert (request.logprobs is not None) == ("logprobs" in rule)
             continue
-        out = generate(model, [prompt], max_length=64, max_new_tokens=12, **rule)
+        out = alone(model, [prompt], 12, max_length=64, **rule)
         assert request.tokens == out.ids()[0], rule
         assert request.finish_reason == out.finish_reasons[0]
         assert request.text == out.texts()[0]
@@ -108,15 +96,16 @@ def test_rules_of_all_kinds() -> None:
 def test_map_is_generate() -> None:
     """Request i draws as row i of a batch does."""
     model, said = spoken(), prompts(3, seed=10, longest=8)
-    rules: dict[str, Any] = dict(max_new_tokens=10, sampling=Sampling(temperature=1.0, top_k=6))
-    engine = Engine(model, max_batch=4, pages=PAGES, **SIZES)
-    key = jax.random.key(11)
-    requests = engine.map(said, key=key, progress=True, **rules)
-    assert [r.tokens for r in requests] == generate(model, said, key=key, **rules).ids()
+    rules: dict[str, Any] = dict(
+        max_new_tokens=10, key=jax.random.key(11), sampling=Sampling(temperature=1.0, top_k=6)
+    )
+    engine = Engine(model, **SIZES)
+    requests = engine.map(said, progress=True, **rules)
+    assert [r.tokens for r in requests] == generate(model, said, **rules).ids()
     with pytest.raises(ValueError, match="prompt 2: prompt 0 is empty"):
         engine.map([[1], [2], [], [3]], max_new_tokens=2)
     with pytest.raises(ValueError, match="needs a key"):
-        engine.submit([1], **rules)
+        engine.submit([1], sampling=Sampling())
     with pytest.raises(ValueError, match="sampling.mask is a function"):
         engine.submit([1], sampling=Sampling(mask=lambda tokens, length: tokens[:12] >= 0), key=1)
     for _ in engine.run():
@@ -130,19 +119,19 @@ def test_what_a_drafter_learned_survives() -> None:
     """
     model = spoken()
     drafter = AdaptiveDrafter(model.drafter, round_cost=0.1, draft_cost=0.6, gain=0.5)
-    engine = Engine(model, max_batch=4, drafter=drafter, pages=PAGES, **SIZES)
-    said = [p + [1] * (17 - len(p)) for p in prompts(4, seed=12, longest=8)]
+    engine = Engine(model, drafter=drafter, **SIZES)
+    said = [p[:3] for p in prompts(4, seed=12, longest=8)]
     rules: dict[str, Any] = dict(
-        sampling=Sampling(temperature=0.8), stop_ids=(), key=jax.random.key(1), max_new_tokens=9
+        sampling=Sampling(temperature=0.8), stop_ids=(), key=jax.random.key(1)
     )
-    requests = engine.map(said, keep=True, **rules)
-    alone = generate(model, said, drafter=drafter, **rules)
-    assert [r.tokens for r in requests] == alone.ids()
+    requests = engine.map(said, keep=True, max_new_tokens=16, **rules)
+    first = alone(model, said, 16, drafter=drafter, **rules)
+    assert [r.tokens for r in requests] == first.ids()
     assert sum(r.preemptions for r in requests) > 0
-    turns = [r.extend([1, 2]) for r in requests]
+    turns = [r.extend([1, 2], max_new_tokens=12) for r in requests]
     for _ in engine.run():
         engine.check()
-    again = generate(model, [r.prompt for r in turns], drafter=drafter, **rules)
+    again = alone(model, [r.prompt for r in turns], 12, drafter=drafter, **rules)
     assert [r.tokens for r in turns] == again.ids()
     for request in requests:
         request.close()
