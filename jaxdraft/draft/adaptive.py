@@ -38,7 +38,9 @@ class AdaptiveDrafter:
 
     Attributes:
       inner: any :class:`jaxdraft.base.Drafter`.
-      round_cost: what drafting at all adds to a round, in plain steps (a block drafter's pass).
+      round_cost: what drafting at all adds to a round, in plain steps (a block drafter's pass). The
+        default, and the next, were measured on a DFlash2 family of width 512 on a CPU
+        (``experiments/round_cost.md``); measure your own.
       draft_cost: what one draft adds: its row in the target's window, and its own pass of a chain.
       gain: weight of the newest observation in the moving averages.
       start: acceptance assumed before anything was observed.
@@ -46,8 +48,8 @@ class AdaptiveDrafter:
     """
 
     inner: Drafter
-    round_cost: float | jax.Array = 0.25
-    draft_cost: float | jax.Array = 0.1
+    round_cost: float | jax.Array = 0.6
+    draft_cost: float | jax.Array = 0.12
     gain: float | jax.Array = 0.2
     start: float | jax.Array = 0.8
     probe_every: int | jax.Array = 16
