@@ -1,7 +1,7 @@
 """Make a small hybrid target and its three drafters from text, on two processor cores.
 
     python experiments/train_family.py text target --out FOLDER
-    python experiments/train_family.py continue dflash2 dspark mtp --out FOLDER
+    python experiments/train_family.py continue dflash2 dspark dspark-more mtp --out FOLDER
     python experiments/train_family.py save evaluate --out FOLDER
 
 Stages run in the order given; each leaves its result in the folder and can be stopped and started
@@ -89,8 +89,18 @@ PROMPTS = (64, 144, 224)  # tokens of text before them
 TEMPERATURE = 0.8
 DRAFTS, MTP_LINKS = 7, 3
 CUTS, NEW_TOKENS, REPEATS = 4, 64, 4  # prompts a held-out file, tokens of each, keys
-STAGES = ("text", "target", "continue", "dflash2", "dspark", "mtp", "save", "evaluate")
-STEPS = {"target": 600, "mtp": 300, "dspark": 1200, "dflash2": 2400}
+STAGES = (
+    "text",
+    "target",
+    "continue",
+    "dflash2",
+    "dspark",
+    "dspark-more",
+    "mtp",
+    "save",
+    "evaluate",
+)
+STEPS = {"target": 600, "mtp": 250, "dspark": 800, "dspark-more": 1200, "dflash2": 1600}
 
 
 # --------------------------------------------------------------------------- text
@@ -353,18 +363,25 @@ def warm(out: Path, kind: str, fresh: Frozen, target: DecoderTarget) -> Frozen:
     return Frozen(params, fresh.structure)
 
 
-def train_drafter(out: Path, kind: str, steps: int) -> None:
-    """Distil the target's continuations into a drafter."""
+def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> None:
+    """Distil the target's continuations into a drafter.
+
+    With ``more``, a trained one goes on at half the rate, mostly on sampled sequences: a Markov
+    head knows less of a row than DFlash2's selector, and needs longer for them.
+    """
     target = load_target(out)
-    frozen = warm(out, kind, initialize.drafter(Frozen.of(new_drafter(kind))), target)
+    if more:
+        frozen = load_arrays(out / f"{kind}.npz", new_drafter(kind))
+    else:
+        frozen = warm(out, kind, initialize.drafter(Frozen.of(new_drafter(kind))), target)
     transform = optimizer(labels(frozen), matrix_rate=0.02, vector_rate=4e-3)
     mtp = kind == "mtp"
     loss = DraftLoss(
         embedding=target.decoder.params["embed"]["weight"],
         head=target.decoder.params["head"]["weight"],
-        decay=2.0 if mtp else 4.0,
+        decay=2.0 if mtp or more else 4.0,
         head_weight=1.0 if kind != "dspark" else 0.3,
-        variation_weight=1.0,
+        variation_weight=2.0 if more else 1.0,
         temperature=TEMPERATURE,
         soft=0.8,
         links=MTP_LINKS,
@@ -372,10 +389,10 @@ def train_drafter(out: Path, kind: str, steps: int) -> None:
     batches = DraftBatches(
         FeatureCache.open(out / "features"),
         batch=6 if mtp else 8,
-        greedy=3 if mtp else 4,
+        greedy=3 if mtp else 2 if more else 4,
         anchors=80 if mtp else 32,
         drafts=MTP_LINKS if mtp else DRAFTS,
-        seed=5,
+        seed=7 if more else 5,
         aux=not mtp,
     )
     state = fit(
@@ -383,8 +400,8 @@ def train_drafter(out: Path, kind: str, steps: int) -> None:
         start(frozen, transform),
         batches,
         steps=steps,
-        schedule=lambda step: trapezoid(step, steps=steps, decay=0.5),
-        folder=out / kind,
+        schedule=lambda step: (0.5 if more else 1.0) * trapezoid(step, steps=steps, decay=0.5),
+        folder=out / f"{kind}{'-more' if more else ''}",
         save_every=100,
         name=kind,
     )
@@ -523,7 +540,8 @@ def main() -> None:
         elif stage == "evaluate":
             evaluate(args.out)
         else:
-            train_drafter(args.out, stage, args.steps or STEPS[stage])
+            kind, _, more = stage.partition("-")
+            train_drafter(args.out, kind, args.steps or STEPS[stage], more=bool(more))
 
 
 if __name__ == "__main__":
