@@ -16,7 +16,7 @@ from jaxdraft.engine.pages import Pages
 from jaxdraft.engine.programs import Buckets, Columns, Report
 from jaxdraft.engine.request import Counts, EngineEvent, Phase, Request, RequestRules
 from jaxdraft.engine.rules import check_rules
-from jaxdraft.engine.runner import Runner
+from jaxdraft.engine.runner import Runner, checkpoint_bytes
 from jaxdraft.engine.scheduler import Scheduler, Work
 from jaxdraft.generate import _checked as check_ids
 from jaxdraft.generate import _encode as encode
@@ -24,7 +24,7 @@ from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH, plan
 from jaxdraft.sampling import Sampling
-from jaxdraft.state.budget import whole
+from jaxdraft.state.budget import parse_memory, whole
 from jaxdraft.stop_strings import Holder
 from jaxdraft.telemetry import Summary, summarize
 
@@ -65,7 +65,7 @@ class Engine:
       prefix_cache: remember full pages by what they hold, and use them again.
       checkpoints: the most states of rows that are remembered beside pages, where a prefix needs
         one: recurrent layers, windows, MTP heads. Default: two a row if they are needed. They are
-        not part of ``memory``.
+        paid from ``memory``.
       buckets: sizes that programs are compiled for.
 
     Attributes:
@@ -105,7 +105,10 @@ class Engine:
         if whole("chunk", chunk) > PREFILL_CHUNK:
             raise ValueError(f"chunk is {chunk}; expected at most {PREFILL_CHUNK}")
         columns = -(-self.context // whole("page_size", page_size))
-        count = self._pool_size(rows, columns, page_size, memory, pages)
+        most = 2 * rows if checkpoints is None else whole("checkpoints", checkpoints, 0)
+        count = self._pool_size(
+            rows, columns, page_size, memory, pages, most if prefix_cache else 0
+        )
         self._sizes: dict[str, Any] = dict(
             batch=rows,
             pages=count,
@@ -116,7 +119,6 @@ class Engine:
         )
         self.runner = runner = Runner(model.target, self.drafter, **self._sizes)
         needs = runner.paged and not runner.skips
-        most = 2 * rows if checkpoints is None else whole("checkpoints", checkpoints, 0)
         self.scheduler = Scheduler(
             rows=rows,
             pages=Pages(count if runner.paged else 0, page_size),
@@ -372,7 +374,7 @@ class Engine:
             counts = counts + request.now
         target, drafter = (int(n) for n in self._forwards)
         counts = replace(counts, target_forwards=target, drafter_forwards=drafter)
-        told = summarize(counts.stats(), admission_misses=self.runner.misses)
+        told = summarize(counts.stats(), admission_misses=0 if self._closed else self.runner.misses)
         return replace(told, prompts=self._prompts)
 
     def tally(self, counts: Counts) -> None:
@@ -469,10 +471,10 @@ class Engine:
             self._forwards = self._forwards + step
             self._forwards_at, self._step = forwards, step
         old, missing = request.now, self.draft_tokens - columns.evaluated_at.shape[1]
-        by_place = np.pad(
-            np.stack([columns.evaluated_at[place], columns.accepted_at[place]]),
-            ((0, 0), (0, missing)),  # a drafter that was switched off has no places
-        ).astype(np.int64)
+        by_place = np.stack([columns.evaluated_at[place], columns.accepted_at[place]])
+        if missing:  # a drafter that was switched off has no places
+            by_place = np.pad(by_place, ((0, 0), (0, missing)))
+        by_place = by_place.astype(np.int64)
         request.now = Counts(
             target_forwards=old.target_forwards + int(self._step[0]),
             drafter_forwards=old.drafter_forwards + int(self._step[1]),
@@ -585,6 +587,8 @@ class Engine:
             raise ValueError("the engine is closed")
 
     def _queue(self, request: Request) -> None:
+        if not self.scheduler.busy:
+            self.runner.table.start()
         request.order = next(self._order)
         self.scheduler.add(request)
 
@@ -605,15 +609,28 @@ class Engine:
         return rules
 
     def _pool_size(
-        self, rows: int, columns: int, page_size: int, memory: int | str | None, pages: int | None
+        self,
+        rows: int,
+        columns: int,
+        page_size: int,
+        memory: int | str | None,
+        pages: int | None,
+        checkpoints: int,
     ) -> int:
         if memory is None:
             return rows * columns if pages is None else whole("pages", pages)
         if pages is not None:
             raise ValueError(f"memory is {memory!r} and pages is {pages}; expected one of them")
+        sizes = dict(context=self.context, pages=columns, page_size=page_size, columns=columns)
+        each = checkpoint_bytes(self.model.target, self.drafter, **sizes)
+        left = parse_memory(memory) - checkpoints * each
+        if left <= 0:
+            raise ValueError(
+                f"memory is {memory!r}; {checkpoints} checkpoints of {each} bytes need more"
+            )
         found = plan(
             replace(self.model, drafter=self.drafter),
-            memory=memory,
+            memory=left,
             max_batch=rows,
             context=self.context,
             page_size=page_size,

@@ -81,8 +81,8 @@ class Form:
 class RulesTable:
     """The rules of every row, brought to the device when a row changes hands.
 
-    Programs are compiled for a :class:`Form`. It grows as requests need it, and starts again when
-    none of those is left that it was made for: a busy engine does not go back and forth.
+    Programs are compiled for a :class:`Form`. It grows as requests need it, and starts again only
+    when the engine had nothing to do: a busy one does not go back and forth.
 
     Args:
       rows: B.
@@ -91,10 +91,8 @@ class RulesTable:
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self._rows, self.vocab = rows, vocab_size
-        self._held: list[RequestRules | None] = [None] * rows
         self._tables: OrderedDict[tuple[Any, ...], jax.Array] = OrderedDict()
-        self.form = Form()
-        self.rules = self._build(self._held)
+        self.start()
 
     def update(self, active: Mapping[int, Request]) -> None:
         """Follow the rows: nothing happens while they are the same."""
@@ -103,9 +101,6 @@ class RulesTable:
             found[row] = request.rules
         if all(a is b for a, b in zip(found, self._held, strict=True)):
             return
-        before = {id(r) for r in self._held if r is not None}
-        if not any(id(r) in before for r in found):
-            self.form = Form()
         for rules in found:
             if rules is not None:
                 self.form = self.form | Form.of(rules)
@@ -114,6 +109,12 @@ class RulesTable:
             size = max(self.form.automata[0], _power(len(names)))
             self.form = dataclasses.replace(self.form, automata=(size, self.form.automata[1]))
         self.rules, self._held = self._build(found), found
+
+    def start(self) -> None:
+        """Nobody is there: the next request decides what programs are needed."""
+        self.form = Form()
+        self._held: list[RequestRules | None] = [None] * self._rows
+        self.rules = self._build(self._held)
 
     def neutral(self, *, random: bool) -> Rules:
         """The rules of rows that nobody has."""
@@ -191,7 +192,8 @@ class RulesTable:
         ]
         key = (*names, self.form.automata)
         if key not in self._tables:
-            stacked = _stack([automata[name] for name in names], *self.form.automata, self.vocab)
+            count, states = self.form.automata
+            stacked = _stack([automata[name] for name in names], count, states, self.vocab)
             self._tables[key] = jax.device_put(stacked)
             if len(self._tables) > _AUTOMATA:
                 self._tables.popitem(last=False)

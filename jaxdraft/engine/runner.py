@@ -48,7 +48,8 @@ class Runner:
         buckets: Buckets,
     ) -> None:
         self.target, self.drafter, self.batch, self.buckets = target, drafter, batch, buckets
-        self._pages, self._size, self._columns, self._context = pages, page_size, columns, context
+        self._sizes = dict(pages=pages, page_size=page_size, columns=columns)
+        self._columns, self._context = columns, context
         self.table = RulesTable(batch, target.vocab_size)
         self.compiled: set[tuple[Any, ...]] = set()
         shape = jax.eval_shape(lambda: self._make(batch))
@@ -214,21 +215,9 @@ class Runner:
     # ------------------------------------------------------------------ the state's shape
 
     def _make(self, batch: int) -> RoundState:
-        sizes = dict(page_size=self._size)
-        pooled = dict(sizes, pages=self._pages, columns=self._columns)
-        make = getattr(self.target, "init_pool", None)
-        if make is None:
-            memory = self.target.init(batch, self._context)
-        else:
-            memory = make(batch, **pooled)
-        make = getattr(self.drafter, "init_pool", None)
-        if make is None:
-            drafts = self.drafter.init(batch, self._context)
-        else:
-            drafts = make(
-                batch, **(dict(sizes, rings=batch) if _windowed(self.drafter) else pooled)
-            )
-        memory, drafts = rows.hosted((memory, drafts))
+        memory, drafts = empty_memory(
+            self.target, self.drafter, batch, context=self._context, **self._sizes
+        )
         return rounds.empty(
             memory,
             drafts,
@@ -270,6 +259,34 @@ class Runner:
         return replace(state, proposal=replace(state.proposal, support=support))
 
 
+def empty_memory(
+    target: Target,
+    drafter: Drafter,
+    batch: int,
+    *,
+    context: int,
+    pages: int,
+    page_size: int,
+    columns: int,
+) -> tuple[Any, Any]:
+    """Empty states of target and drafter, in pools where they have an ``init_pool``."""
+
+    def make(part: Any, **sizes: int) -> Any:
+        pooled = getattr(part, "init_pool", None)
+        return part.init(batch, context) if pooled is None else pooled(batch, **sizes)
+
+    shared = dict(pages=pages, page_size=page_size, columns=columns)
+    rings = dict(rings=batch, page_size=page_size)
+    return rows.hosted(
+        (make(target, **shared), make(drafter, **(rings if _windowed(drafter) else shared)))
+    )
+
+
+def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:
+    """Bytes of what one row remembers beside its pages; the sizes are a runner's."""
+    return rows.row_bytes(lambda b: empty_memory(target, drafter, b, **sizes))
+
+
 def _memory(state: RoundState) -> Any:
     return state.target, state.drafter
 
@@ -281,4 +298,4 @@ def _windowed(drafter: Any) -> bool:
     return bool(getattr(getattr(drafter, "config", None), "windowed", False))
 
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "checkpoint_bytes"]

@@ -172,9 +172,15 @@ def has_pages(state: Any) -> bool:
     return any(isinstance(p, PagedPool) and p.keys for p in _found(state))
 
 
-def has_rings(state: Any) -> bool:
-    """Whether the state has rings, whose contents a checkpoint must keep."""
-    return any(isinstance(p, Ring) and p.keys for p in _found(state))
+def row_bytes(make: Callable[[int], Any]) -> int:
+    """Bytes of what a row of ``make(batch)`` remembers beside its pages: of one checkpoint."""
+    shape, where = jax.eval_shape(functools.partial(make, 1)), layout(make, 1)
+    total = sum(x.size * x.dtype.itemsize for x in own(shape, where))
+    for pool in _found(shape):
+        if isinstance(pool, Ring):
+            pages = sum(x.size * x.dtype.itemsize for x in (*pool.keys, *pool.values))
+            total += pages * pool.table.shape[1] // pool.pages
+    return total
 
 
 def _is_pool(x: Any) -> bool:

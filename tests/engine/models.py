@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 
 from jaxdraft import Model, Output, generate
-from jaxdraft.base import Feed, Proposal, TargetOutput
+from jaxdraft.base import Feed, Proposal, Support, TargetOutput
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.testing import propose_tokens
@@ -153,7 +153,16 @@ class HistoryDrafter:
             token = jnp.where(best % 3 == 2, (best + 1) % self.target.vocab_size, best)
             said.append(token)
         pool = replace(memory.pool, length=state.pool.length)
-        return replace(state, pool=pool), *propose_tokens(jnp.stack(said, axis=1), feed)
+        drafts = jnp.stack(said, axis=1)
+        proposal, info = propose_tokens(drafts, feed)
+        if feed.draw is not None:
+            # Not what they were drawn from, but what comes out depends on it: that it is not lost
+            # or mixed up between rows is what is tested.
+            others = jnp.stack([drafts, (drafts + 1) % self.target.vocab_size], axis=-1)
+            sure = 0.5 + 0.4 * (drafts % 2).astype(jnp.float32)
+            support = Support(others, jnp.stack([sure, 1 - sure], axis=-1))
+            proposal = replace(proposal, support=support)
+        return replace(state, pool=pool), proposal, info
 
     def step(self, state: HistoryState, feed: Feed) -> Any:
         return self.propose(self.ingest(state, feed), feed)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdraft import Engine, Model, generate
+from jaxdraft import Engine, Model, generate, plan
 from jaxdraft.base import Status
 from jaxdraft.engine import Buckets, programs
 from jaxdraft.state import rows
@@ -91,6 +91,32 @@ def test_engines_are_refused_in_words() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Engine(model, **options)
+
+
+def test_a_memory_is_divided_as_planned() -> None:
+    """Checkpoints first: recurrent states and rings; the plan divides what is left."""
+    model = tiny("hybrid, ring")
+    sizes: dict[str, Any] = dict(max_batch=3, context=48, page_size=8)
+    free = plan(model, memory=2_000_000, **sizes)
+    engine = Engine(model, memory=2_000_000, checkpoints=0, **sizes)
+    assert engine.scheduler.pages.count == min(free.pages, 18) == 18
+    page = free.page_bytes
+    state = engine.runner.state.target.recurrent[0]
+    row = (state.state.nbytes + state.conv.nbytes) // 3
+    tight = free.bytes - free.pages * page + 5 * page  # five pages, if nothing else is wanted
+    assert Engine(model, memory=tight, checkpoints=0, **sizes).scheduler.pages.count == 5
+    with pytest.raises(ValueError, match="99 checkpoints of [0-9]+ bytes need more"):
+        Engine(model, memory=tight, checkpoints=99, **sizes)
+    each = int(str(_message(model, tight, sizes)).split("checkpoints of ")[1].split()[0])
+    assert each >= row + engine.runner.state.drafter.cache.keys[0].nbytes * 2 // 3
+    more = Engine(model, memory=tight + 2 * each, checkpoints=2, **sizes)
+    assert more.scheduler.pages.count == 5 and more.scheduler.cache.checkpoints == 2
+
+
+def _message(model: Model, memory: int, sizes: dict[str, Any]) -> ValueError:
+    with pytest.raises(ValueError) as found:
+        Engine(model, memory=memory, checkpoints=99, **sizes)
+    return found.value
 
 
 @pytest.mark.parametrize("recurrent", [False, True])

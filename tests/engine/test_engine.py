@@ -90,15 +90,15 @@ def tiny(kind: str) -> Model:
 
 def tiny_engine(kind: str, **options: Any) -> Engine:
     return Engine(
-        tiny(kind), max_batch=3, context=48, page_size=8, pages=8, chunk=16, budget=24,
+        tiny(kind), max_batch=3, context=48, page_size=8, pages=7, chunk=16, budget=24,
         buckets=Buckets(rows=(3,), chunks=(16,), columns=(6,)), **options,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["hybrid, ring", "pages alone", "mtp"])
 def test_decoders_with_their_drafters(kind: str) -> None:
-    """A pool for a third of the rows at full context: prefixes are met again, rows lose their
-    places, and every token and every accepted draft is as in a batch of one.
+    """Pages for half of the rows at full context: prefixes are met again and rows lose their
+    places. A drafter that found its cache a little different would propose something else.
     """
     model, engine = tiny(kind), tiny_engine(kind)
     said = prompts(7, seed=1, vocab=48, longest=24)
@@ -106,9 +106,10 @@ def test_decoders_with_their_drafters(kind: str) -> None:
     finish(engine)
     alone = generate(model, said, max_new_tokens=16, max_length=48)
     assert [r.tokens for r in requests] == alone.ids()
+    for row, request in enumerate(requests):
+        for name in ("accepted_at", "proposed", "rounds"):
+            mine, theirs = getattr(request.stats, name), getattr(alone.stats, name)
+            np.testing.assert_array_equal(mine[0], theirs[row], name)
     assert sum(r.reused for r in requests) > 0
     assert sum(r.preemptions for r in requests) > 0
-    undisturbed = [i for i, r in enumerate(requests) if not r.preemptions]
-    for i in undisturbed:
-        np.testing.assert_array_equal(requests[i].stats.accepted_at[0], alone.stats.accepted_at[i])
     assert engine.faults == 0 and everything_is_free(engine)

@@ -64,6 +64,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _options(self, new: int, rules: dict[str, Any]) -> dict[str, Any]:
         heat = rules["heat"]
+        if self.recurrent:  # one kind of target is enough to compile the programs that draw for
+            rules["heat"] = heat = 0.0
         sampling = Sampling(temperature=heat, top_k=5) if heat else None
         return dict(
             max_new_tokens=new, stop_ids=rules["stop_ids"], draft_limit=rules["draft_limit"],
@@ -109,11 +111,12 @@ class EngineMachine(RuleBasedStateMachine):
         done = [r for r in self.requests if r.finished]
         request = data.draw(st.sampled_from(done))
         self._compare(request)
-        if back:
-            request.rewind()
-        prompt = (*request.ids, *more)
+        before = request.ids[: request.turns[-1].start] if back else request.ids
+        prompt = (*before, *more)
         if len(prompt) + new - 1 > 4 * PAGES:
             return
+        if back:
+            request.rewind()
         rules = self.expected[request.number][2]
         request.extend(more, max_new_tokens=new)
         self.expected[request.number] = (prompt, new, rules)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling, generate
+from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling
+from jaxdraft.sampling import row_streams
 from jaxdraft.text import Text
 from tests.engine.models import VOCAB, alone, greedy, history_model
 from tests.engine.test_engine import SIZES, everything_is_free, finish, prompts
@@ -94,14 +95,21 @@ def test_rules_of_all_kinds() -> None:
 
 
 def test_map_is_generate() -> None:
-    """Request i draws as row i of a batch does."""
+    """Request i draws as row i of a batch does, from a stream of its own."""
     model, said = spoken(), prompts(3, seed=10, longest=8)
     rules: dict[str, Any] = dict(
         max_new_tokens=10, key=jax.random.key(11), sampling=Sampling(temperature=1.0, top_k=6)
     )
     engine = Engine(model, **SIZES)
     requests = engine.map(said, progress=True, **rules)
-    assert [r.tokens for r in requests] == generate(model, said, **rules).ids()
+    for row, (request, prompt) in enumerate(zip(requests, said, strict=True)):
+        alone = engine.submit(prompt, row=row, **rules)
+        assert alone.result() == request.tokens
+        streams = row_streams(rules["key"], 3)[row]
+        assert request.rules.sampling is not None
+        found = request.rules.sampling.streams
+        np.testing.assert_array_equal(found[0], jax.random.key_data(streams))  # type: ignore[unsupported-operation]
+    assert len({tuple(r.tokens) for r in engine.map([said[0]] * 3, **rules)}) == 3
     with pytest.raises(ValueError, match="prompt 2: prompt 0 is empty"):
         engine.map([[1], [2], [], [3]], max_new_tokens=2)
     with pytest.raises(ValueError, match="needs a key"):
@@ -125,14 +133,17 @@ def test_what_a_drafter_learned_survives() -> None:
         sampling=Sampling(temperature=0.8), stop_ids=(), key=jax.random.key(1)
     )
     requests = engine.map(said, keep=True, max_new_tokens=16, **rules)
-    first = alone(model, said, 16, drafter=drafter, **rules)
-    assert [r.tokens for r in requests] == first.ids()
     assert sum(r.preemptions for r in requests) > 0
+    for row, request in enumerate(requests):
+        alone = engine.submit(request.prompt, max_new_tokens=16, row=row, **rules)
+        assert alone.result() == request.tokens and alone.preemptions == 0
+        assert alone.stats.proposed == request.stats.proposed
     turns = [r.extend([1, 2], max_new_tokens=12) for r in requests]
     for _ in engine.run():
         engine.check()
-    again = alone(model, [r.prompt for r in turns], 12, drafter=drafter, **rules)
-    assert [r.tokens for r in turns] == again.ids()
+    for row, request in enumerate(turns):
+        alone = engine.submit(request.prompt, max_new_tokens=12, row=row, **rules)
+        assert alone.result() == request.tokens
     for request in requests:
         request.close()
     assert everything_is_free(engine)
