@@ -171,16 +171,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------ pages
 
-    def _reserve(self, count: int, spare: int = 0) -> list[int] | None:
-        """``count`` pages, with ``spare`` more left over; None if that cannot be had."""
+    def _reserve(self, request: Request, count: int, spare: int = 0) -> list[int] | None:
+        """``count`` pages, with ``spare`` more left over; None if that cannot be had.
+
+        What is remembered by content goes first, then what finished requests keep.
+        """
         pages, wanted = self.pages, count + spare
         if pages.free < wanted:
-            if pages.free + self.cache.evictable() < wanted:
-                while self.kept and pages.free + self.cache.evictable() < wanted:
-                    self.forget(next(iter(self.kept.values())))
-                if pages.free + self.cache.evictable() < wanted:
-                    return None
+            used = {p for r in (*self.active.values(), request) for p in r.pages}
+            if wanted > pages.count - len(used):
+                return None  # nothing is forgotten in vain
+            while pages.free + self.cache.evictable() < wanted and self.kept:
+                self.forget(next(iter(self.kept.values())))
             self.cache.evict(wanted - pages.free)
+            if pages.free < wanted:
+                return None
         return pages.take(count)
 
     def _cover(self, request: Request, positions: int) -> bool:
@@ -188,7 +193,7 @@ class Scheduler:
         need = self.pages.needed(positions) - len(request.pages)
         if not self.pages.count or need <= 0:
             return True
-        pages = self._reserve(need)
+        pages = self._reserve(request, need)
         if pages is None:
             return False
         request.pages += pages
@@ -290,7 +295,7 @@ class Scheduler:
         split = [n for n in range(first, len(mine)) if pages.held[mine[n]] > 1]
         reach = max(request.goal, min(request.goal + self.lookahead, request.cap))
         more = max(pages.needed(reach) - len(mine), 0)
-        got = self._reserve(more + len(split), spare)
+        got = self._reserve(request, more + len(split), spare)
         if got is None:
             return None
         copies = []

@@ -110,6 +110,7 @@ def test_map_is_generate() -> None:
         found = request.rules.sampling.streams
         np.testing.assert_array_equal(found[0], jax.random.key_data(streams))  # type: ignore[unsupported-operation]
     assert len({tuple(r.tokens) for r in engine.map([said[0]] * 3, **rules)}) == 3
+    assert engine.submit("abca", max_new_tokens=1).prompt == [0, 1, 2, 0]
     with pytest.raises(ValueError, match="prompt 2: prompt 0 is empty"):
         engine.map([[1], [2], [], [3]], max_new_tokens=2)
     with pytest.raises(ValueError, match="needs a key"):
