@@ -32,11 +32,14 @@ class Buckets:
       rows: rows of a step.
       chunks: prompt tokens a row in one step.
       columns: columns of the page tables, M.
+      plain: a step in which nobody has drafts is a program of its own, of one row a request. (No
+        width between that and K: what a round draws depends on its width.)
     """
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
     columns: tuple[int, ...]
+    plain: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "chunks", "columns"):
@@ -55,6 +58,7 @@ class Buckets:
             rows=_powers(max_batch, 2, 1),
             chunks=_powers(chunk, 4, 8),
             columns=_powers(columns, 4, 32),
+            plain=True,
         )
 
 
@@ -179,7 +183,7 @@ def _with_rows(rules: Rules, mine: Rules) -> Rules:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("where", "whole", "logprobs"), donate_argnames=("state",)
+    jax.jit, static_argnames=("where", "whole", "plain", "logprobs"), donate_argnames=("state",)
 )
 def run_round(
     target: Target,
@@ -190,6 +194,7 @@ def run_round(
     *,
     where: Layout,
     whole: bool,
+    plain: bool,
     logprobs: int | None,
 ) -> tuple[RoundState, Report]:
     """One round of some rows.
@@ -202,12 +207,16 @@ def run_round(
       seats: the rows that take part.
       where: which leaves of the state belong to rows.
       whole: every row has its own seat and all that run take part: nothing is moved.
+      plain: nobody has drafts in this round.
       logprobs: as in :func:`jaxdraft.round.round`.
     """
     if whole:
         part, mine = seated(state, seats), rules
     else:
         part, mine = _gather(state, rules, seats, where)
+    if plain:
+        none = jax.tree.map(lambda x: x[:, :0], (part.proposal.tokens, part.proposal.support))
+        part = replace(part, proposal=replace(part.proposal, tokens=none[0], support=none[1]))
     part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs)
     report = _report(part, info, drafter.draft_tokens)
     part = _unseated(part)

@@ -153,10 +153,12 @@ class Runner:
         # When the whole state takes part anyway, nothing has to be moved.
         whole = size >= self.batch and len(requests) == everyone
         seats = self._seats(requests, list(range(self.batch)) if whole else None, size)
-        self._count("round", seats, whole)
+        plain = self.buckets.plain and not any(r.pending for r in requests)
+        self._count("round", seats, whole, plain)
         self.state, report = programs.run_round(
             self.target, self.drafter, self.state, self.table.rules, seats,
-            where=self._where[self._drawn], whole=whole, logprobs=self._alternatives(),
+            where=self._where[self._drawn], whole=whole, plain=plain,
+            logprobs=self._alternatives(),
         )  # fmt: skip
         order = [r.row if whole else place for place, r in enumerate(requests)]
         return report, order  # type: ignore[bad-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxdraft.state.paged import PagedPool
 from jaxdraft.testing import TableDrafter, TableTarget
 from tests.engine.models import greedy, history_model
 from tests.engine.test_engine import (
+    SIZES,
     everything_is_free,
     finish,
     history_engine,
@@ -164,6 +166,25 @@ def test_rules_follow_the_request() -> None:
         assert request.tokens == greedy(history_model(), prompt, n)
         rounds, proposed = int(request.stats.rounds[0]), int(request.stats.proposed[0])
         assert proposed <= limit * rounds and (proposed > 0) == (limit > 0)
+
+
+def test_a_step_without_drafts_is_a_plain_one() -> None:
+    """While nobody has any, and only then; the tokens are the same."""
+    sizes = dataclasses.replace(SIZES["buckets"], plain=True)
+    engine = history_engine(buckets=sizes)
+    said = prompts(4, seed=11)
+    limits = [0, 0, 3, 0]
+    requests = [engine.submit(p, max_new_tokens=8, draft_limit=0) for p in said]
+    finish(engine)
+    assert {shape[-1] for shape in engine.runner.compiled if shape[0] == "round"} == {True}
+    requests += [
+        engine.submit(p, max_new_tokens=8, draft_limit=k) for p, k in zip(said, limits, strict=True)
+    ]
+    finish(engine)
+    assert {shape[-1] for shape in engine.runner.compiled if shape[0] == "round"} == {True, False}
+    assert [r.tokens for r in requests] == 2 * [greedy(history_model(), p, 8) for p in said]
+    accepted = [int(r.stats.accepted[0]) for r in requests]
+    assert accepted[6] > 0 and sum(accepted) == accepted[6]
 
 
 def test_a_row_forgets_who_had_it() -> None:

@@ -167,7 +167,7 @@ def test_buckets() -> None:
     assert found.rows == (1, 2, 4, 8) and found.chunks == (8, 32, 128)
     assert found.columns == (32, 128)
     assert Buckets.of(max_batch=6, chunk=16, columns=3) == Buckets(
-        rows=(1, 2, 4, 6), chunks=(16,), columns=(3,)
+        rows=(1, 2, 4, 6), chunks=(16,), columns=(3,), plain=True
     )
     assert [bucket(found.rows, n) for n in (1, 3, 8)] == [1, 4, 8]
     with pytest.raises(ValueError, match="rows is"):
