@@ -72,9 +72,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def write_result(script: str, title: str, body: str) -> None:
-    """Put a result beside its script and print it."""
+def write_result(script: str, title: str, body: str, name: str | None = None) -> None:
+    """Put a result beside its script, under its name or another, and print it."""
     text = f"# {title}\n\n`{Path(script).name}` on {machine()}.\n\n{body}\n"
-    path = HERE / (Path(script).stem + ".md")
+    path = HERE / f"{name or Path(script).stem}.md"
     path.write_text(text, encoding="utf-8")
     print(text)

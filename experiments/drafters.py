@@ -2,6 +2,7 @@
 
     python experiments/drafters.py                      # the embedded model: none, n-gram, DFlash2
     python experiments/drafters.py MTP_DIR DSPARK_DIR   # and those of other exports of its target
+    python experiments/drafters.py --adaptive --result adaptive
 
 Held-out text (files of Python's standard library that nothing was trained on) cut to three prompt
 lengths; one request at a time, K = 7 where it can be chosen; two warm-ups, then three runs, all
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--adaptive", action="store_true", help="and each with adaptive width")
     parser.add_argument("--round-cost", type=float, default=0.6, help="of the adaptive rule")
     parser.add_argument("--draft-cost", type=float, default=0.12, help="of the adaptive rule")
+    parser.add_argument("--result", default="drafters", help="name of the files to write")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     found = variants(args.folders, args)
@@ -207,10 +209,14 @@ def main() -> None:
     if args.dry:
         print(body)
         return
-    plot(results, HERE / "drafters.png")
+    plot(results, HERE / f"{args.result}.png")
     title = "Drafters of one trained family, side by side"
-    body += "\n\n![tokens a round, time a token, acceptance by position](drafters.png)"
-    write_result(__file__, title, body)
+    if args.adaptive:
+        title += ", alone and with adaptive width"
+        costs = f"{args.round_cost} of a plain step a round and {args.draft_cost} a draft"
+        body += f"\n\nThe adaptive rule was told {costs}."
+    body += f"\n\n![tokens a round, time a token, acceptance by position]({args.result}.png)"
+    write_result(__file__, title, body, args.result)
 
 
 if __name__ == "__main__":
