@@ -20,7 +20,7 @@ hypothesis.settings.register_profile(
     "jaxdraft",
     derandomize=True,
     deadline=None,  # the first example of a shape compiles
-    max_examples=30,
+    max_examples=20,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
