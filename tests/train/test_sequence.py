@@ -59,8 +59,9 @@ def test_attention_of_a_sequence_to_itself(window: int) -> None:
     rows = (jnp.swapaxes(x, 1, 2)[:, None] for x in (k, v))
     chunk = Chunk(*rows, positions[:, None])
     source = Source(lambda index: chunk, jnp.asarray(1), 1)
-    expected = attend(q, positions, source, config, causal=True)
-    np.testing.assert_allclose(causal_attention(q, k, v, config), expected, atol=1e-5)
+    expected = jax.jit(lambda: attend(q, positions, source, config, causal=True))()
+    found = jax.jit(lambda: causal_attention(q, k, v, config))()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def drafted(drafter: BlockDrafter, scored, tokens, first: int):
@@ -137,28 +138,28 @@ def test_a_block_reads_nothing_from_its_anchor_on(kind, target, tokens, scored) 
     np.testing.assert_allclose(many[:, :1], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("first", [2, 31])
-def test_chained_links_are_chained_drafts(first, target, tokens, scored) -> None:
+def test_chained_links_are_chained_drafts(target, tokens, scored) -> None:
     """The head fed its own drafts as if they were the text says those same drafts again."""
     drafter: MtpDrafter = testing.tiny_mtp(target)
-    feed = Feed(
-        aux=None,
-        count=jnp.full((2,), first, jnp.int32),
-        first_position=jnp.zeros((2,), jnp.int32),
-        anchor=tokens[:, first],
-        wants_draft=jnp.ones((2,), bool),
-        limit=jnp.full((2,), 3, jnp.int32),
-        hidden=scored.hidden,
-        tokens=tokens,
-    )
-    _, proposal, _ = drafter.step(drafter.init(2, STEPS), feed)
-    text = jnp.concatenate([tokens[:, : first + 1], proposal.tokens], axis=1)
-    rows = mtp_chain(drafter.mtp(), drafter.embedding, scored.hidden[:, : first + 4], text, 3)
-    for link, hidden in enumerate(rows):
-        logits = drafter.logits(hidden[:, first - 1])
-        two = jax.lax.top_k(logits, 2)[0]
-        assert (two[:, 0] - two[:, 1] > 1e-4).all()  # the comparison below means something
-        np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), proposal.tokens[:, link])
+    chain = jax.jit(lambda d, h, t: mtp_chain(d.mtp(), d.embedding, h, t, 3))
+    for first in (2, 31):
+        feed = Feed(
+            aux=None,
+            count=jnp.full((2,), first, jnp.int32),
+            first_position=jnp.zeros((2,), jnp.int32),
+            anchor=tokens[:, first],
+            wants_draft=jnp.ones((2,), bool),
+            limit=jnp.full((2,), 3, jnp.int32),
+            hidden=scored.hidden,
+            tokens=tokens,
+        )
+        _, proposal, _ = drafter.step(drafter.init(2, STEPS), feed)
+        text = tokens.at[:, first + 1 : first + 4].set(proposal.tokens)
+        for link, hidden in enumerate(chain(drafter, scored.hidden, text)):
+            logits = drafter.logits(hidden[:, first - 1])
+            two = jax.lax.top_k(logits, 2)[0]
+            assert (two[:, 0] - two[:, 1] > 1e-4).all()  # the comparison below means something
+            np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), proposal.tokens[:, link])
 
 
 def test_following_gathers_what_comes_after_anchors() -> None:

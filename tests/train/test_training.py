@@ -158,7 +158,7 @@ def test_markov_head_learns_over_the_whole_vocabulary(target, batch) -> None:
     np.testing.assert_allclose(total, jnp.sum(nats * weight) / weight.sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dspark", "mtp"])
+@pytest.mark.parametrize("kind", ["dspark"])
 def test_soft_labels_and_variation_leave_greedy_sequences_alone(kind, target, batch) -> None:
     greedy = replace(batch, greedy=jnp.asarray([True, True]))
     frozen = drafter(target, kind)
@@ -209,8 +209,9 @@ def test_what_learns_how(target) -> None:
     assert labels(drafter(target, "dflash2"))["predecessor"] == "vector"
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not(target, tmp_path) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path) -> None:
     """Same arrays in the end, bit for bit: parameters, optimizer and step; and the loss falls."""
+    target = testing.tiny_target(layers=("attention",), taps=())
     frozen = initialize.decoder(target.decoder, jax.random.key(1))
     transform = optimizer(labels(frozen), matrix_rate=0.05, vector_rate=0.02)
     step = make_step(frozen, language_loss, transform)
@@ -311,7 +312,7 @@ def test_continuations_are_the_targets_own(target, cache) -> None:
 
 
 def test_cached_features_are_those_of_the_target(target, cache) -> None:
-    rows = decoder_rows(target.decoder(), jnp.asarray(cache.tokens))
+    rows = jax.jit(lambda d, t: decoder_rows(d(), t))(target.decoder, jnp.asarray(cache.tokens))
     np.testing.assert_allclose(cache.aux, rows.aux, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(cache.hidden, rows.hidden, rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="no taps"):
