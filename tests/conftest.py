@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Most of the time goes into compiling programs that run for a millisecond; nothing here is timed.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -35,3 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
         assert config.cache is not None
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Drop compiled programs before they are too many.
+
+    Each takes a dozen memory maps, and Linux allows a process 65,530: past them it is killed.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
