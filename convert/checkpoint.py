@@ -20,11 +20,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from convert.artifact import CONFIG as ARTIFACT
-from convert.build import abstract, check, fill, split
+from convert.build import abstract, check, split
 from convert.errors import ArtifactError, Problems
 from convert.graph import FLOATS, DataFiles, Tensor
 from convert.hub_config import CONFIG, BlockFacts, TargetFacts, read_block, read_target
-from convert.load import Loaded, stored_bytes
+from convert.load import Loaded, fill_shells
 from convert.parts import Recipes
 from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
 from convert.plan import Shell
@@ -145,7 +145,7 @@ def _load(
         shells["drafter"] = _shell(
             Mtp, described, target.head, target.tensors, tables, compute, file
         )
-    frozen, stored, weights = _fill(shells, progress)
+    frozen, stored, weights = fill_shells(shells, progress)
     return Loaded(
         target_config=config,
         target=frozen["target"],
@@ -417,27 +417,3 @@ def _shell(
         recipes[path] = Recipe.of(Made(wanted[path].shape, table))
     check(file, wanted, recipes)
     return Shell(structure, wanted, recipes)
-
-
-def _fill(
-    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
-) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
-    """Frozen modules; stored bytes and bytes of arrays of each."""
-    stored = {name: stored_bytes(shell.recipes) for name, shell in shells.items()}
-    weights = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
-        for name, shell in shells.items()
-    }
-    total, so_far = sum(stored.values()), 0
-
-    def done(nbytes: int, label: str) -> None:
-        nonlocal so_far
-        so_far += nbytes
-        if progress is not None:
-            progress(so_far, total, label)
-
-    frozen = {
-        name: fill(shell.structure, shell.wanted, shell.recipes, done)
-        for name, shell in shells.items()
-    }
-    return frozen, stored, weights

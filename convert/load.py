@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from convert.build import fill
 from convert.parts import Recipes
-from convert.plan import Plan, plan_artifact
+from convert.plan import Plan, Shell, plan_artifact
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
@@ -107,6 +107,36 @@ def stored_bytes(recipes: Recipes) -> int:
     return sum(tensors.values())
 
 
+def fill_shells(
+    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
+) -> tuple[dict[str, Frozen], dict[str, int], dict[str, int]]:
+    """Frozen modules by name, and of each the bytes on disk and the bytes of its arrays.
+
+    Args:
+      shells: modules without numbers, by name.
+      progress: as in :func:`jaxdraft.load`, over all of them together.
+    """
+    stored = {name: stored_bytes(shell.recipes) for name, shell in shells.items()}
+    weights = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
+        for name, shell in shells.items()
+    }
+    recipes = [recipe for shell in shells.values() for recipe in shell.recipes.values()]
+    total, so_far = sum(recipe.nbytes for recipe in recipes), 0
+
+    def done(nbytes: int, label: str) -> None:
+        nonlocal so_far
+        so_far += nbytes
+        if progress is not None:
+            progress(so_far, total, label)
+
+    frozen = {
+        name: fill(shell.structure, shell.wanted, shell.recipes, done)
+        for name, shell in shells.items()
+    }
+    return frozen, stored, weights
+
+
 def _dtype_name(dtype: DTypeLike) -> str:
     try:
         return jnp.dtype(dtype).name
@@ -121,25 +151,7 @@ def _build(plan: Plan, progress: Callable[[int, int, str], None] | None) -> Load
     if plan.drafter is not None:
         assert plan.drafter_shell is not None
         shells["drafter"] = plan.drafter_shell
-    recipes = {part: shell.recipes for part, shell in shells.items()}
-    stored = {part: stored_bytes(found) for part, found in recipes.items()}
-    total = sum(recipe.nbytes for found in recipes.values() for recipe in found.values())
-    so_far = 0
-
-    def done(nbytes: int, label: str) -> None:
-        nonlocal so_far
-        so_far += nbytes
-        if progress is not None:
-            progress(so_far, total, label)
-
-    frozen = {
-        part: fill(shell.structure, shell.wanted, recipes[part], done)
-        for part, shell in shells.items()
-    }
-    weights = {
-        part: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
-        for part, shell in shells.items()
-    }
+    frozen, stored, weights = fill_shells(shells, progress)
     drafter = plan.drafter
     return Loaded(
         target_config=target.config,
