@@ -117,8 +117,34 @@ class TableTarget:
         )
 
 
+class Stateless:
+    """What a drafter that remembers nothing has in common with others of its kind.
+
+    A subclass adds ``draft_tokens`` and ``propose``, and is a :class:`jaxdraft.base.Drafter`: all
+    that it knows of a row is in the feed.
+    """
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """Nothing to remember."""
+        del batch, capacity
+        return ()
+
+    def ingest(self, state: Any, feed: Feed) -> Any:
+        """Nothing to take in."""
+        del feed
+        return state
+
+    def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`."""
+        raise NotImplementedError
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``."""
+        return self.propose(state, feed)
+
+
 @struct.dataclass
-class TableDrafter:
+class TableDrafter(Stateless):
     """Drafts from a table ``[V, K]`` by the anchor alone: right only by chance."""
 
     table: jax.Array  # [V, K] int32
@@ -133,27 +159,13 @@ class TableDrafter:
         """K."""
         return self.table.shape[1]
 
-    def init(self, batch: int, capacity: int) -> Any:
-        """Nothing to remember."""
-        del batch, capacity
-        return ()
-
-    def ingest(self, state: Any, feed: Feed) -> Any:
-        """Nothing to take in."""
-        del feed
-        return state
-
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """The row of the anchor."""
         return state, *propose_tokens(self.table[feed.anchor], feed)
 
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
-        return self.propose(state, feed)
-
 
 @struct.dataclass
-class LatticeDrafter:
+class LatticeDrafter(Stateless):
     """A lattice from a table, by the anchor alone: for everything that walks or draws.
 
     ``candidates`` [V, K, C] and ``scores`` [V, K, C, C]; the first row of ``scores[v, 0]`` stands
@@ -179,16 +191,6 @@ class LatticeDrafter:
         """K."""
         return self.candidates.shape[1]
 
-    def init(self, batch: int, capacity: int) -> Any:
-        """Nothing to remember."""
-        del batch, capacity
-        return ()
-
-    def ingest(self, state: Any, feed: Feed) -> Any:
-        """Nothing to take in."""
-        del feed
-        return state
-
     def lattice(self, anchor: jax.Array) -> Lattice:
         """The candidates and scores after ``anchor`` [B]."""
         scores = self.scores[anchor]
@@ -204,13 +206,9 @@ class LatticeDrafter:
         proposal, info = propose_tokens(tokens, feed)
         return state, replace(proposal, lattice=lattice, support=support), info
 
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
-        return self.propose(state, feed)
-
 
 @struct.dataclass
-class ScriptedDrafter:
+class ScriptedDrafter(Stateless):
     """Right and wrong in chosen places.
 
     ``truth[b, p]`` is the token at position p of row b's sequence; the draft for that position is
@@ -227,16 +225,6 @@ class ScriptedDrafter:
         """K."""
         return self.width
 
-    def init(self, batch: int, capacity: int) -> Any:
-        """Nothing to remember: a feed says where it is."""
-        del batch, capacity
-        return ()
-
-    def ingest(self, state: Any, feed: Feed) -> Any:
-        """Nothing to take in."""
-        del feed
-        return state
-
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """The script from the position after the anchor on."""
         anchor = feed.first_position + feed.count
@@ -244,10 +232,6 @@ class ScriptedDrafter:
         token = jnp.take_along_axis(self.truth, index, axis=1, mode="clip")
         right = jnp.take_along_axis(self.right, index, axis=1, mode="clip")
         return state, *propose_tokens(jnp.where(right, token, (token + 1) % self.vocab_size), feed)
-
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
-        return self.propose(state, feed)
 
 
 def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
@@ -430,6 +414,7 @@ def run_rows_one_by_one(target: DecoderTarget, tokens: jax.Array, state: Any) ->
 __all__ = [
     "LatticeDrafter",
     "ScriptedDrafter",
+    "Stateless",
     "TableDrafter",
     "TableState",
     "TableTarget",
