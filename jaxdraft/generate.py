@@ -517,29 +517,39 @@ def _arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
         if lengths is not None:
             raise ValueError("lengths go with a [B, P] array of ids; these prompts carry their own")
         rows = [np.asarray(row) for row in _rows(model, prompts)]
-    return _checked(model, rows)
+    return check_ids(model, rows)
 
 
 def _rows(model: Model, prompts: Prompts) -> list[Any]:
     if isinstance(prompts, str):
-        return [_encode(model, prompts)]
+        return [encode(model, prompts)]
     listed = list(prompts)  # type: ignore[arg-type]
     if not listed:
         raise ValueError("no prompts: expected at least one")
     if all(isinstance(p, str) for p in listed):
-        return [_encode(model, str(p)) for p in listed]
+        return [encode(model, str(p)) for p in listed]
     if all(isinstance(p, int | np.integer) for p in listed):
         return [listed]
     return listed
 
 
-def _encode(model: Model, prompt: str) -> list[int]:
+def encode(model: Model, prompt: str) -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+      ValueError: the model has no tokenizer.
+    """
     if model.text is None:
         raise ValueError("the model has no tokenizer: prompts must be token ids")
     return model.text.encode(prompt)
 
 
-def _checked(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def check_ids(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array [B, P] int32, filled up with zeros, and their lengths [B] int32.
+
+    Raises:
+      ValueError: a prompt that is empty or no row of integers, or an id outside the vocabulary.
+    """
     vocab = model.target.vocab_size
     for number, row in enumerate(rows):
         if row.ndim != 1:

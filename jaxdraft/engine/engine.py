@@ -18,8 +18,7 @@ from jaxdraft.engine.request import Counts, EngineEvent, Phase, Request, Request
 from jaxdraft.engine.rules import check_rules
 from jaxdraft.engine.runner import Runner, checkpoint_bytes
 from jaxdraft.engine.scheduler import Scheduler, Work
-from jaxdraft.generate import _checked as check_ids
-from jaxdraft.generate import _encode as encode
+from jaxdraft.generate import check_ids, encode
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH, plan
