@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Most of the time goes into compiling programs that run for a millisecond; nothing here is timed.
+# `./run test --full` sets XLA_FLAGS, and so compiles as users do.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import hypothesis  # noqa: E402

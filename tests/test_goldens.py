@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,8 +19,13 @@ from tests.paths import artifact, artifact_names
 SURE = 1e-3
 """Greedy tokens may differ where the reference's two best logits are closer than this."""
 
-WITHIN = 5e-4
-"""Logits and auxiliary states: float32 conditioning of the reference itself, see its `measured`."""
+WITHIN = 1e-3 if "optimization_level=0" in os.environ.get("XLA_FLAGS", "") else 5e-4
+"""Logits and auxiliary states: float32 conditioning of the reference itself, see its `measured`.
+
+Compiled without optimization, as conftest.py has it, sums are taken one term after the other, which
+doubles the error: 6.4e-4 in the worst of 8,832 logits of eight layers. `./run test --full` compiles
+what users get.
+"""
 
 BLOCKS = [n for n in artifact_names() if "dflash2" in n or "dspark" in n]
 DRAFTERS = BLOCKS + [n for n in artifact_names() if n.endswith("_mtp")]

@@ -14,7 +14,8 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.i
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiled programs are kept where those of the tests are: the notebooks share a few.
+    # As a reader runs it: optimized. Compiled programs are kept where those of the tests are.
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     if jax.config.jax_compilation_cache_dir:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
         monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
