@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
+
+from tests.golden.twins import restore
 
 TESTS = Path(__file__).resolve().parent
 # Exported models with reference outputs, one folder each; see golden/regenerate.py.
 ARTIFACTS = TESTS / "golden"
 
 
-def _restore_twins() -> None:
-    """Puts back the files that regenerate.py kept once for several folders.
-
-    As copies: onnx refuses external data with several hard links.
-    """
-    twins = json.loads((ARTIFACTS / "twins.json").read_text())
-    for name, entry in twins.items():
-        if (ARTIFACTS / name).exists():
-            continue
-        source, changes = (entry, {}) if isinstance(entry, str) else (entry["of"], entry["bytes"])
-        data = bytearray((ARTIFACTS / source).read_bytes())
-        for offset, byte in changes.items():
-            data[int(offset)] = int(byte, 16)
-        # Under another name first: test processes start at the same time.
-        aside = ARTIFACTS / f"{name}.{os.getpid()}"
-        aside.write_bytes(data)
-        aside.replace(ARTIFACTS / name)
-
-
-_restore_twins()
+restore(ARTIFACTS)
 
 
 def artifact(name: str) -> Path:

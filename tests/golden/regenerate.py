@@ -25,9 +25,7 @@ What is trimmed, so that the set stays small in a repository:
 *   The longest prompt keeps the last `LAST_ROWS` rows of its logits. `promptI/logits_from` names
     the first row kept, and is absent when all rows are. Other prompts keep every row.
 
-*   A large file that another folder holds too is kept once. `twins.json` says whose twin it is, and
-    in which few bytes it differs, if in any; `tests/paths.py` puts it back where it belongs before
-    a test looks for it. The weights of broken artifacts are never read: any of their size will do.
+*   Files that others hold for the most part are kept as recipes; see `twins.py`.
 
 Graphs, weights and all other arrays are passed on unchanged. Running the script again on the same
 SOURCE writes the same bytes.
@@ -42,12 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from twins import drop, restore
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TOKENIZER_IN = ("patched_fp32_paged_dflash2", "qwen3_fp32_cpu")
 LAST_ROWS = 16
-TWIN_BYTES = 20_000  # smaller files are not worth an entry
-DIFFERENT_BYTES = 200  # more of them make a file of its own
 
 Arrays = dict[str, np.ndarray]
 
@@ -102,42 +99,6 @@ def trim_artifact(source: Path, destination: Path) -> None:
     (destination / "golden.json").write_text(json.dumps(description, indent=1) + "\n")
 
 
-def drop_twins(root: Path) -> None:
-    """Removes every large file that is nearly an earlier one, and lists them in twins.json.
-
-    The names are also written to .gitignore, since tests put the files back.
-    """
-    kept: dict[tuple[str, int], list[Path]] = {}
-    twins: dict[str, Any] = {}
-    files = [f for f in root.glob("*/*") if f.stat().st_size > TWIN_BYTES]
-    for file in sorted(files, key=lambda f: (f.parent.name.startswith("broken_"), f)):
-        like = kept.setdefault((file.suffix, file.stat().st_size), [])
-        name = file.relative_to(root).as_posix()
-        for source in like:
-            entry = twin(file, source)
-            if entry is not None:
-                of = source.relative_to(root).as_posix()
-                twins[name] = of if not entry else {"of": of, "bytes": entry}
-                file.unlink()
-                break
-        else:
-            like.append(file)
-    twins = dict(sorted(twins.items()))
-    (root / "twins.json").write_text(json.dumps(twins, indent=1) + "\n")
-    (root / ".gitignore").write_text("".join(f"/{name}\n" for name in twins))
-
-
-def twin(file: Path, source: Path) -> dict[str, str] | None:
-    """The bytes, by offset and in hexadecimal, in which `file` differs; None: it is no twin."""
-    if file.parent.name.startswith("broken_") and file.name == source.name == "model.onnx.data":
-        return {}
-    a, b = (np.frombuffer(f.read_bytes(), np.uint8) for f in (file, source))
-    where = np.flatnonzero(a != b)
-    if len(where) > DIFFERENT_BYTES:
-        return None
-    return {str(i): f"{a[i]:02x}" for i in where.tolist()}
-
-
 def main() -> None:
     """Trims every artifact of the source folder and prints the size of the result."""
     parser = argparse.ArgumentParser(description="Write the trimmed set of test artifacts.")
@@ -146,6 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.source.resolve() == options.destination.resolve():
         parser.error("source and destination are the same folder")
+    restore(options.destination)
     total = 0
     for config in sorted(options.source.glob("*/genai_config.json")):
         target = options.destination / config.parent.name
@@ -153,7 +115,7 @@ def main() -> None:
         size = sum(f.stat().st_size for f in target.iterdir())
         print(f"{size / 1e6:7.3f} MB  {target.name}")
         total += size
-    drop_twins(options.destination)
+    drop(options.destination)
     print(f"{total / 1e6:7.3f} MB  total, before twins were dropped")
 
 

@@ -3,7 +3,8 @@
     python tests/golden/sliding.py [DESTINATION]
 
 Needs torch, transformers 5.24, onnx, onnxruntime 1.32 and onnxruntime-genai 0.18. DESTINATION
-defaults to this script's folder; two folders are written there.
+defaults to this script's folder; two folders are written there, and what can be made from other
+files is dropped again (`twins.py`).
 
 1.  A tiny Qwen3 checkpoint with random weights: three layers, of which the first and the last see a
     window of 12 keys.
@@ -36,6 +37,7 @@ import torch
 import transformers
 from onnx import numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers
+from twins import drop, restore
 
 Arrays = dict[str, np.ndarray]
 
@@ -241,8 +243,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "checkpoint"
         checkpoint(source)
+        restore(destination)
         for name in EXPORTS:
             write(name, source, destination)
+        drop(destination)
 
 
 if __name__ == "__main__":
