@@ -1,9 +1,10 @@
 """Make the artifact in ``jaxdraft/data/trained`` again, from its checkpoint.
 
-The checkpoint is a Qwen3.5 target and a DFlash2 drafter in bfloat16, 2 MB, under
-``checkpoints/trained``; what they are and how they were trained is told in
-``jaxdraft/data/trained/MODEL_CARD.md``. This script exports them with the onnxruntime-genai model
-builder, paged and in float32, in a few seconds, and compares the result with the committed files::
+The checkpoint is a Qwen3.5 target and a DFlash2 drafter in bfloat16; what they are and how they
+were trained is told in ``jaxdraft/data/trained/MODEL_CARD.md``. Most of its numbers are in that
+folder too: ``trained_checkpoint.py`` puts it together, and compares every tensor with the trained
+one. This script exports it with the onnxruntime-genai model builder, paged and in float32, in a few
+seconds, and compares the result with the committed files::
 
     ./run python -m pip install -e '.[full]'
     ./run python experiments/prepare_trained.py OUT
@@ -24,10 +25,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import trained_checkpoint
 from prepare_hybrid import export, paged_float32
 
 HERE = Path(__file__).resolve().parent
-CHECKPOINT = HERE / "checkpoints" / "trained"
 COMMITTED = HERE.parent / "jaxdraft" / "data" / "trained"
 WRITTEN_BY_HAND = ("MODEL_CARD.md", "prompts.json")
 
@@ -75,14 +76,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--checkpoint", type=Path, help="default: that of the artifact")
     arguments = parser.parse_args()
     if arguments.out.exists():
         parser.error(f"{arguments.out} is there already")
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     import onnxruntime_genai.models  # noqa: F401  (puts the model builder's folder on the path)
 
-    prepare(arguments.checkpoint, arguments.out)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = arguments.checkpoint or trained_checkpoint.write(Path(scratch, "trained"))
+        prepare(checkpoint, arguments.out)
     print(f"wrote {arguments.out}")
     names = sorted(p.name for p in COMMITTED.iterdir() if p.name not in WRITTEN_BY_HAND)
     _, different, missing = filecmp.cmpfiles(COMMITTED, arguments.out, names, shallow=False)

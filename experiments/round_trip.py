@@ -1,13 +1,13 @@
 """Does a checkpoint survive the way to ONNX and back?
 
-    python experiments/round_trip.py CHECKPOINT --python PYTHON_WITH_THE_MODEL_BUILDER
+    python experiments/round_trip.py [CHECKPOINT] --python PYTHON_WITH_THE_MODEL_BUILDER
 
-For every drafter of CHECKPOINT (a folder with ``target``, ``dflash2``, ``dspark``), and for small
-random models of the other architectures: load, save with ``jaxdraft.checkpoint.save``, export with
-onnxruntime-genai's model builder (``export_onnx.py``), load the artifact, and compare every
-parameter bit for bit and every draft of a greedy generation. The artifact is then saved and
-exported once more, after which the rotary tables, which checkpoints do not store, have to be equal
-to the last bit too.
+For every drafter of CHECKPOINT (a folder with ``target``, ``dflash2``, ``dspark``; default: the one
+of ``trained_checkpoint.py``), and for small random models of the other architectures: load, save
+with ``jaxdraft.checkpoint.save``, export with onnxruntime-genai's model builder
+(``export_onnx.py``), load the artifact, and compare every parameter bit for bit and every draft of
+a greedy generation. The artifact is then saved and exported once more, after which the rotary
+tables, which checkpoints do not store, have to be equal to the last bit too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import trained_checkpoint
 from common import table, write_result
 
 import jaxdraft
@@ -33,7 +34,7 @@ from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 
 HERE = Path(__file__).resolve().parent
-TRAINED = HERE / "checkpoints" / "trained"
+TOKENIZER = trained_checkpoint.KEPT / "target"
 ROTARY = "rotary"
 
 
@@ -134,9 +135,9 @@ def trip(
     """
     vocab = model.target.vocab_size
     prompts = np.random.default_rng(0).integers(0, vocab, (3, 24)).tolist()
-    saved = save(model, folder / "saved", tokenizer=TRAINED / "target")
+    saved = save(model, folder / "saved", tokenizer=TOKENIZER)
     first = export(python, saved.folder, folder / "onnx", drafter)
-    again = save(first, folder / "again", tokenizer=TRAINED / "target")
+    again = save(first, folder / "again", tokenizer=TOKENIZER)
     if again.rounded:
         raise ValueError(f"saving an artifact rounded {dict(again.rounded)}")
     second = export(python, again.folder, folder / "onnx again", drafter)
@@ -201,17 +202,18 @@ def small_model(name: str) -> tuple[Model, str]:
 def main() -> None:
     """Every model there and back; the result file beside this script."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=TRAINED)
+    parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args()
     cases: dict[str, tuple[Model, str]] = {}
-    for drafter in ("dflash2", "dspark", "mtp"):
-        if drafter == "mtp" or (args.checkpoint / drafter).is_dir():
-            model = jaxdraft.load(args.checkpoint, drafter=drafter, dtype="float32")
-            cases[f"trained family, {drafter}"] = (model, drafter)
-    cases |= {f"{name}, random": small_model(name) for name in SMALL}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = args.checkpoint or trained_checkpoint.write(Path(scratch, "trained"))
+        for drafter in ("dflash2", "dspark", "mtp"):
+            if drafter == "mtp" or (checkpoint / drafter).is_dir():
+                model = jaxdraft.load(checkpoint, drafter=drafter, dtype="float32")
+                cases[f"trained family, {drafter}"] = (model, drafter)
+        cases |= {f"{name}, random": small_model(name) for name in SMALL}
         for i, (name, (model, drafter)) in enumerate(cases.items()):
             folder = Path(scratch, str(i))
             folder.mkdir()

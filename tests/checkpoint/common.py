@@ -13,9 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdraft import Model
 
-TRAINED = Path(__file__).resolve().parents[2] / "experiments" / "checkpoints" / "trained"
-"""Written by transformers: the checkpoint of which the embedded artifact was exported."""
-
 ROTARY_WITHIN = 6e-8
 """Of a target's rotary tables: the last place of float32 below 1."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jaxdraft import EMBEDDED, Model
 from jaxdraft.checkpoint import save
 from jaxdraft.config import MlpConfig, MoeConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 MOE = MoeConfig(experts=4, active=2, hidden=24, shared_hidden=32)
 MLP = MlpConfig(hidden=40)
@@ -34,6 +37,13 @@ def saved(family: dict[str, Model], tmp_path_factory: pytest.TempPathFactory) ->
     drafters = [family[kind].drafter for kind in ("dspark", "mtp")]
     save(family["dflash2"], folder, drafters=drafters, tokenizer=EMBEDDED)
     return folder
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of which the embedded artifact was exported, tensor by tensor as it was."""
+    write = runpy.run_path(str(EXPERIMENTS / "trained_checkpoint.py"))["write"]
+    return write(tmp_path_factory.mktemp("checkpoint") / "trained")
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from jaxdraft.config import AttentionConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 from tests.checkpoint.common import (
     ROTARY_WITHIN,
-    TRAINED,
     arrays_of,
     assert_same,
     edit_json,
@@ -39,9 +38,9 @@ def embedded() -> Model:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Model:
+def trained(original: Path) -> Model:
     """The checkpoint of which the embedded artifact was exported, stored in bfloat16."""
-    return jaxdraft.load(TRAINED, dtype="float32")
+    return jaxdraft.load(original, dtype="float32")
 
 
 def test_a_checkpoint_of_transformers_is_the_converted_artifact(
@@ -66,25 +65,25 @@ def test_its_drafts_are_the_golden_ones(trained: Model) -> None:
 
 
 def test_a_saved_artifact_has_the_tensors_of_its_checkpoint(
-    embedded: Model, tmp_path: Path
+    embedded: Model, original: Path, tmp_path: Path
 ) -> None:
     done = save(embedded, tmp_path / "out")
     assert done.rounded == {} and done.parts == ("target", "dflash2")
     assert_same(jaxdraft.load(tmp_path / "out"), embedded, tables=ROTARY_WITHIN)
     for part in done.parts:
-        ours, theirs = facts(tmp_path / "out" / part), facts(TRAINED / part)
+        ours, theirs = facts(tmp_path / "out" / part), facts(original / part)
         head = {name for name in theirs if name.startswith("mtp.")}  # the artifact has none
         assert ours.keys() == theirs.keys() - head
         for name, (shape, _) in ours.items():
             assert shape == theirs[name][0], name
 
 
-def test_what_was_stored_is_stored_again(trained: Model, tmp_path: Path) -> None:
+def test_what_was_stored_is_stored_again(trained: Model, original: Path, tmp_path: Path) -> None:
     """In bfloat16, as all numbers were: to the bit, or to the same ``1 + w``, ``exp(A_log)``."""
     done = save(trained, tmp_path / "out", dtype="bfloat16")
     assert done.rounded == {}
     for part in done.parts:
-        theirs = load_file(TRAINED / part / "model.safetensors")
+        theirs = load_file(original / part / "model.safetensors")
         for name, array in load_file(tmp_path / "out" / part / "model.safetensors").items():
             if name.startswith("model.visual."):
                 continue
@@ -106,11 +105,13 @@ def facts(folder: Path) -> dict[str, tuple[list[int], str]]:
     return found
 
 
-def test_the_settings_are_those_of_transformers(embedded: Model, tmp_path: Path) -> None:
+def test_the_settings_are_those_of_transformers(
+    embedded: Model, original: Path, tmp_path: Path
+) -> None:
     """Every setting that we write has the value that transformers wrote for the same model."""
     save(embedded, tmp_path / "out")
     ours = json.loads((tmp_path / "out" / "target" / "config.json").read_text())
-    theirs = json.loads((TRAINED / "target" / "config.json").read_text())
+    theirs = json.loads((original / "target" / "config.json").read_text())
     text, other = ours.pop("text_config"), theirs["text_config"]
     assert text.pop("mtp_num_hidden_layers") == 0 and text.pop("dtype") == "float32"
     assert text == {key: other[key] for key in text}
@@ -119,7 +120,7 @@ def test_the_settings_are_those_of_transformers(embedded: Model, tmp_path: Path)
     assert ours == {key: theirs[key] for key in ours}
     drafter = json.loads((tmp_path / "out" / "dflash2" / "config.json").read_text())
     assert drafter.pop("dtype") == "float32"
-    theirs = json.loads((TRAINED / "dflash2" / "config.json").read_text())
+    theirs = json.loads((original / "dflash2" / "config.json").read_text())
     assert sorted(drafter.items(), key=str) == sorted(theirs.items(), key=str)
 
 

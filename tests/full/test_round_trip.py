@@ -60,22 +60,19 @@ def assert_unchanged(round_trip: Any, model: Model, drafter: str, folder: Path) 
         assert trip.drafts
 
 
-def families() -> list[tuple[str, str]]:
-    """(checkpoint, drafter) of everything that is at hand."""
-    folders = [str(EXPERIMENTS / "checkpoints" / "trained")]
-    if os.environ.get("JAXDRAFT_CHECKPOINT"):
-        folders.append(os.environ["JAXDRAFT_CHECKPOINT"])
-    return [
-        (folder, drafter)
-        for folder in folders
-        for drafter in ("dflash2", "dspark", "mtp")
-        if drafter == "mtp" or Path(folder, drafter).is_dir()
-    ]
+def families() -> list[tuple[str | None, str]]:
+    """(checkpoint, drafter) of everything that is at hand; None: that of the embedded artifact."""
+    found: list[tuple[str | None, str]] = [(None, "dflash2"), (None, "mtp")]
+    if folder := os.environ.get("JAXDRAFT_CHECKPOINT"):
+        blocks = [d for d in ("dflash2", "dspark") if Path(folder, d).is_dir()]
+        found += [(folder, drafter) for drafter in (*blocks, "mtp")]
+    return found
 
 
 @pytest.mark.parametrize(("checkpoint", "drafter"), families())
-def test_a_family(checkpoint: str, drafter: str, round_trip: Any, tmp_path: Path) -> None:
-    model = jaxdraft.load(checkpoint, drafter=drafter, dtype="float32")
+def test_a_family(checkpoint: str | None, drafter: str, round_trip: Any, tmp_path: Path) -> None:
+    folder = checkpoint or round_trip.trained_checkpoint.write(tmp_path / "trained")
+    model = jaxdraft.load(folder, drafter=drafter, dtype="float32")
     assert_unchanged(round_trip, model, drafter, tmp_path)
 
 
