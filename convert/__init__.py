@@ -1,4 +1,4 @@
-"""Artifacts of onnxruntime-genai's model builder -> Flax modules.
+"""Artifacts of onnxruntime-genai's model builder, and checkpoints -> Flax modules.
 
 The converter is strict: it accounts for every node, attribute and initializer of the graphs and for
 every key of a drafter's configuration. What it does not implement is an :class:`ArtifactError` that
@@ -6,7 +6,14 @@ names the file and the place, and says what was found and what was expected.
 """
 
 from convert.errors import ArtifactError
-from convert.inspect import Report, inspect_artifact
+from convert.inspect import Report, inspect_artifact, inspect_folder
 from convert.load import Loaded, load_artifact
 
-__all__ = ["ArtifactError", "Loaded", "Report", "inspect_artifact", "load_artifact"]
+__all__ = [
+    "ArtifactError",
+    "Loaded",
+    "Report",
+    "inspect_artifact",
+    "inspect_folder",
+    "load_artifact",
+]

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +51,7 @@ from jaxdraft.nn.mtp import Mtp
 GENERATION = "generation_config.json"
 
 _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
-_HEADS = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
+_HEADS: Mapping[DrafterKind, str] = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
 """What the names of the tensors begin with that only this kind of drafter has."""
 
 _NAMED = 20
@@ -96,61 +96,125 @@ def load_checkpoint(
     """
     if dtype is not None:
         dtype = float_dtype(dtype)
-    folder = Path(folder)
-    files = DataFiles(folder)
+    plan = plan_checkpoint(Path(folder), drafter, dtype)
     try:
-        return _load(folder, drafter, dtype, files, progress)
+        plan.problems.raise_any()
+        return _build(plan, progress)
     finally:
-        files.close()
+        plan.files.close()
 
 
-def _load(
+@dataclasses.dataclass
+class CheckpointPlan:
+    """What a checkpoint holds. A part that could not be read is None, and a problem says why.
+
+    Attributes:
+      folder: as it was given.
+      problems: everything that is wrong with the target, or else with the drafter.
+      files: of both.
+      config: the target's, with what the drafter asks of it.
+      drafters: kinds of all drafters that are there, read or not.
+      kind: of the one that was chosen.
+      shells: modules without numbers, ``"target"`` and perhaps ``"drafter"``.
+      dtypes: of their activations.
+    """
+
+    folder: Path
+    problems: Problems
+    files: DataFiles
+    target: TargetFolder | None = None
+    block: BlockFolder | None = None
+    config: TargetConfig | None = None
+    drafters: tuple[DrafterKind, ...] = ()
+    kind: DrafterKind | None = None
+    shells: dict[str, Shell] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, jnp.dtype] = dataclasses.field(default_factory=dict)
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """The chosen drafter's description."""
+        if self.block is not None:
+            return self.block.facts.config
+        return self.target.facts.mtp if self.kind == "mtp" and self.target is not None else None
+
+
+def plan_checkpoint(
     folder: Path,
-    drafter: str | Path | None,
-    dtype: DTypeLike | None,
-    files: DataFiles,
-    progress: Callable[[int, int, str], None] | None,
-) -> Loaded:
-    target = _read_target(folder, files)
-    facts, config = target.facts, target.facts.config
-    chosen = _choose(drafter, target.folder, folder, facts)
-    block = None
-    if isinstance(chosen, Path):
-        block = _read_block(chosen, folder, target, files)
-        config = dataclasses.replace(config, taps=block.facts.taps)
-    elif chosen == "mtp":
-        config = dataclasses.replace(config, hidden_states=True)
+    drafter: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    numbers: bool = True,
+) -> CheckpointPlan:
+    """Read configurations and headers. :func:`load_checkpoint` and reports judge by the same rules.
 
+    Args:
+      folder, drafter, dtype: as in :func:`load_checkpoint`.
+      numbers: compare what a drafter stores a second time with the target's own, for which both are
+        read.
+
+    Raises:
+      ValueError: there is no such drafter.
+    """
+    plan = CheckpointPlan(folder, Problems(), DataFiles(folder))
+    try:
+        target = plan.target = _read_target(folder, plan.files)
+        plan.config = target.facts.config
+        found = _drafters(folder, target)
+        plan.drafters = tuple(found)
+        chosen = _choose(drafter, folder, found)
+        if chosen == "mtp":
+            plan.kind = "mtp"
+            plan.config = dataclasses.replace(plan.config, hidden_states=True)
+        elif isinstance(chosen, Path):
+            plan.block = _read_block(chosen, folder, target, plan.files, numbers)
+            plan.kind = plan.block.facts.config.kind
+            plan.config = dataclasses.replace(plan.config, taps=plan.block.facts.taps)
+    except ArtifactError as error:
+        plan.problems.extend(error.problems)
+    if plan.target is not None:
+        _add_shells(plan, plan.target, dtype)
+    return plan
+
+
+def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None) -> None:
+    facts, config = target.facts, plan.config
+    assert config is not None
     tables = functools.cache(
         lambda: facts.rope.target_tables(config.context_length, config.rotary_dim)
     )
-    file, compute = _file(target.folder), target.dtype(dtype)
-    shells = {
-        "target": _shell(Decoder, config, target.layout, target.tensors, tables, compute, file)
-    }
-    kind: DrafterKind | None = None
-    described: DrafterConfig | None = None
-    if block is not None:
-        described, rope = block.facts.config, block.facts.rope
-        kind, wide = described.kind, described.attention.rotary_dim
+    file, compute = weights_file(target.folder), target.dtype(dtype)
+    plan.dtypes["target"] = compute
+    plan.shells["target"] = _shell(
+        Decoder, config, target.layout, target.tensors, tables, compute, file
+    )
+    if plan.block is not None:
+        described, rope = plan.block.facts.config, plan.block.facts.rope
+        wide = described.attention.rotary_dim
         own = functools.cache(lambda: rope.tables(config.context_length, wide))
-        file, compute = _file(block.folder), block.dtype(dtype)
-        module = _MODULES[kind]
-        shells["drafter"] = _shell(
-            module, described, block.layout, block.tensors, own, compute, file
+        file, compute = weights_file(plan.block.folder), plan.block.dtype(dtype)
+        module = _MODULES[described.kind]
+        plan.dtypes["drafter"] = compute
+        plan.shells["drafter"] = _shell(
+            module, described, plan.block.layout, plan.block.tensors, own, compute, file
         )
-    elif chosen == "mtp":
-        kind, described = "mtp", facts.mtp
-        assert described is not None
-        shells["drafter"] = _shell(
-            Mtp, described, target.head, target.tensors, tables, compute, file
+    elif plan.kind == "mtp":
+        assert facts.mtp is not None
+        plan.dtypes["drafter"] = compute
+        plan.shells["drafter"] = _shell(
+            Mtp, facts.mtp, target.head, target.tensors, tables, compute, file
         )
-    frozen, stored, weights = fill_shells(shells, progress)
+
+
+def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | None) -> Loaded:
+    target, config = plan.target, plan.config
+    assert target is not None and config is not None
+    facts = target.facts
+    frozen, stored, weights = fill_shells(plan.shells, progress)
     return Loaded(
         target_config=config,
         target=frozen["target"],
-        drafter_kind=kind,
-        drafter_config=described,
+        drafter_kind=plan.kind,
+        drafter_config=plan.drafter,
         drafter=frozen.get("drafter"),
         eos_token_ids=target.stop_ids,
         bos_token_id=facts.bos_token_id,
@@ -170,7 +234,7 @@ def _load(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class PartFolder:
     """A folder, read and checked."""
 
     folder: Path
@@ -184,7 +248,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Target(_Part):
+class TargetFolder(PartFolder):
     facts: TargetFacts
     head: Sequence[Entry]  # of a multi-token-prediction head; empty: there is none
     stop_ids: tuple[int, ...]
@@ -194,14 +258,14 @@ class _Target(_Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block(_Part):
+class BlockFolder(PartFolder):
     facts: BlockFacts
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
         return self.stored(requested, self.facts.dtype)
 
 
-def _read_target(folder: Path, files: DataFiles) -> _Target:
+def _read_target(folder: Path, files: DataFiles) -> TargetFolder:
     home = folder if (folder / CONFIG).is_file() else folder / TARGET
     with _problems_of(home, folder) as problems:
         body, tensors = read_json(home, CONFIG), read_tensors(home, files)
@@ -211,62 +275,73 @@ def _read_target(folder: Path, files: DataFiles) -> _Target:
         layout = target_layout(facts.config, facts.family)
         head = [] if facts.mtp is None else mtp_layout(facts.mtp)
         aside = (VISION,) if facts.family.composite else ()
-        _check_tensors([*layout, *head], tensors, _file(home), aside, problems)
-    return _Target(home, layout, tensors, facts, head, stop_ids)
+        _check_tensors([*layout, *head], tensors, weights_file(home), aside, problems)
+    return TargetFolder(home, layout, tensors, facts, head, stop_ids)
 
 
-def _choose(
-    drafter: str | Path | None, home: Path, folder: Path, target: TargetFacts
-) -> Path | DrafterKind | None:
-    """The folder of a block drafter, or "mtp", or None."""
+def _drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]:
+    """The drafters that are there, and their folders; in the order in which they are preferred."""
+    home = target.folder
     bases = [folder, home, *([home.parent] if home.resolve().name == TARGET else [])]
-    found: dict[str, Path] = {}
+    found: dict[DrafterKind, Path] = {}
     for kind in _HEADS:
         for base in bases:
             if (base / kind / CONFIG).is_file():
                 found.setdefault(kind, base / kind)
+    if target.facts.mtp is not None:
+        found["mtp"] = home
+    return found
+
+
+def _choose(
+    drafter: str | Path | None, folder: Path, found: Mapping[DrafterKind, Path]
+) -> Path | Literal["mtp"] | None:
+    """The folder of a block drafter, or "mtp", or None."""
     if drafter is None:
-        return next(iter(found.values()), "mtp" if target.mtp is not None else None)
+        drafter = next(iter(found), "none")
     if isinstance(drafter, str):
         if drafter == "none":
             return None
         if drafter in found:
-            return found[drafter]
-        if drafter == "mtp" and target.mtp is not None:
-            return "mtp"
+            return "mtp" if drafter == "mtp" else found[drafter]
     if (Path(drafter) / CONFIG).is_file():
         return Path(drafter)
-    names = [*found, *(["mtp"] if target.mtp is not None else []), "none"]
+    names = ", ".join([*found, "none"])
     raise ValueError(
         f"drafter is {str(drafter)!r}: there is no such drafter at {folder}, and no {CONFIG} in a "
-        f"folder of that name; expected {', '.join(names)}, or a folder"
+        f"folder of that name; expected {names}, or a folder"
     )
 
 
-def _read_block(path: Path, folder: Path, target: _Target, files: DataFiles) -> _Block:
+def _read_block(
+    path: Path, folder: Path, target: TargetFolder, files: DataFiles, numbers: bool
+) -> BlockFolder:
     with _problems_of(path, folder) as problems:
         body, tensors = read_json(path, CONFIG), read_tensors(path, files)
         kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
         if len(kinds) != 1:
             raise ArtifactError(
-                _file(path),
+                weights_file(path),
                 "tensors",
                 f"tensors of {' and '.join(kinds) or 'no drafter'}",
                 " or ".join(f"{head}* of {kind}" for kind, head in _HEADS.items()),
             )
         facts = read_block(body, kinds[0], target.facts.config, problems)
         layout = block_layout(facts.config)
-        tensors = _without_copies(tensors, target, problems)
+        tensors = _without_copies(tensors, target, numbers, problems)
         # A confidence head says how many drafts are worth verifying. We verify all.
         aside = ("confidence_head.",) if kinds[0] == "dspark" else ()
-        _check_tensors(layout, tensors, _file(path), aside, problems)
-    return _Block(path, layout, tensors, facts)
+        _check_tensors(layout, tensors, weights_file(path), aside, problems)
+    return BlockFolder(path, layout, tensors, facts)
 
 
-def _without_copies(tensors: Tensors, target: _Target, problems: Problems) -> Tensors:
+def _without_copies(
+    tensors: Tensors, target: TargetFolder, numbers: bool, problems: Problems
+) -> Tensors:
     """Some drafters are stored with copies of the target's embedding and head: equal, or refused.
 
-    They are not loaded. The drafter uses the target's own arrays.
+    They are not loaded. The drafter uses the target's own arrays. Without ``numbers`` only the
+    shapes are compared.
     """
     config = target.facts.config
     table = f"{target.facts.family.prefix}embed_tokens.weight"
@@ -277,7 +352,8 @@ def _without_copies(tensors: Tensors, target: _Target, problems: Problems) -> Te
         if name not in tensors or original not in target.tensors:
             continue
         ours, theirs = tensors[name], target.tensors[original]
-        if ours.shape != theirs.shape or not np.array_equal(ours.read(), theirs.read()):
+        same = ours.shape == theirs.shape
+        if not same or (numbers and not np.array_equal(ours.read(), theirs.read())):
             problems.report(
                 ours.file, f"tensor {name}", "other numbers", f"those of the target's {original}"
             )
@@ -299,7 +375,7 @@ def _problems_of(part: Path, folder: Path) -> Generator[Problems]:
     named.raise_any()
 
 
-def _file(folder: Path) -> str:
+def weights_file(folder: Path) -> str:
     """What messages about tensors name."""
     return INDEX if (folder / INDEX).exists() else SINGLE
 

@@ -1,18 +1,26 @@
-"""What an artifact is, and everything that is wrong with it, without loading it."""
+"""What an artifact or a checkpoint is, and everything that is wrong with it, without loading it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from convert.block import DrafterPlan
+from convert.checkpoint import (
+    CheckpointPlan,
+    PartFolder,
+    is_checkpoint,
+    plan_checkpoint,
+    weights_file,
+)
 from convert.errors import ArtifactError
-from convert.graph import FLOATS, Graph, type_name
+from convert.graph import FLOATS, Graph, Tensor, type_name
 from convert.load import stored_bytes
 from convert.plan import Plan, Shell, plan_artifact
+from jaxdraft.checkpoint.layout import MTP
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -32,12 +40,13 @@ class PartReport:
     """A target or a drafter.
 
     Attributes:
-      kind: ``model.type``, or the kind of the drafter.
-      file: its graph.
+      kind: ``model.type`` or ``model_type``, or the kind of the drafter.
+      file: its graph; of a checkpoint, its safetensors file or the index of its shards.
       config: what it computes; None if that could not be read.
-      dtype: name of the stored type of its weights.
-      layout: ``dense`` or ``paged``.
-      nodes: number of nodes of the graph.
+      dtype: name of the stored type of its weights; of a checkpoint, of the type they would be
+        loaded in.
+      layout: ``dense`` or ``paged``; None of a checkpoint, whose cache can be either.
+      nodes: number of nodes of the graph; None of a checkpoint.
       tensors: stored bytes by ONNX type.
       stored_bytes: bytes on disk of what becomes parameters.
       weight_bytes: bytes of the parameters as they would be loaded.
@@ -48,7 +57,7 @@ class PartReport:
     config: TargetConfig | BlockDrafterConfig | MtpConfig | None
     dtype: str | None
     layout: str | None
-    nodes: int
+    nodes: int | None
     tensors: Mapping[str, int]
     stored_bytes: int
     weight_bytes: int
@@ -56,14 +65,15 @@ class PartReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """An artifact.
+    """An artifact or a checkpoint.
 
     Attributes:
       folder: where it lies.
-      target, drafter: its parts; None where there is none, or its graph could not be read.
-      context_length, eos_token_ids, page_size, max_batch: as configured.
+      target, drafter: its parts; None where there is none, or it could not be read.
+      context_length, eos_token_ids, page_size, max_batch: as configured; a checkpoint says nothing
+        of pages and batches.
       files: bytes of every file in the folder.
-      problems: everything that would make ``load_artifact`` refuse it.
+      problems: everything that would make loading refuse it.
       notes: what is fine and worth knowing.
     """
 
@@ -80,7 +90,7 @@ class Report:
 
     @property
     def loads(self) -> bool:
-        """Whether ``load_artifact`` would accept it."""
+        """Whether it would load."""
         return not self.problems
 
     def summary(self) -> Facts:
@@ -99,6 +109,104 @@ class Report:
             "notes": list(self.notes),
         }
         return facts
+
+
+def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Report:
+    """Read everything about an artifact or a checkpoint but its weights.
+
+    Never raises for a bad one: what is wrong is in the report.
+
+    Args:
+      folder: as in :func:`jaxdraft.load`.
+      drafter: which drafter of a checkpoint, as there.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      ValueError: there is no such drafter.
+    """
+    folder = Path(folder)
+    if is_checkpoint(folder):
+        return inspect_checkpoint(folder, drafter)
+    if drafter is not None and folder.is_dir():
+        raise ValueError(
+            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
+        )
+    return inspect_artifact(folder)
+
+
+def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) -> Report:
+    """:func:`inspect_folder` of a folder that is known to be a checkpoint.
+
+    Only configurations and headers are read. That copies which a drafter may have of the target's
+    embedding and head hold the same numbers is seen by loading alone.
+    """
+    folder = Path(folder)
+    plan = plan_checkpoint(folder, drafter, numbers=False)
+    plan.files.close()
+    target = plan.target
+    drafter_report = None
+    if plan.block is not None:
+        drafter_report = _stored_part(plan, "drafter", plan.block, plan.block.tensors.values())
+    elif target is not None and plan.kind == "mtp":
+        head = [tensor for name, tensor in target.tensors.items() if name.startswith(MTP)]
+        drafter_report = _stored_part(plan, "drafter", target, head)
+    target_report = None
+    if target is not None:
+        body = [tensor for name, tensor in target.tensors.items() if not name.startswith(MTP)]
+        target_report = _stored_part(plan, "target", target, body)
+    return Report(
+        folder=folder,
+        target=target_report,
+        drafter=drafter_report,
+        context_length=plan.config.context_length if plan.config else None,
+        eos_token_ids=target.stop_ids if target else (),
+        page_size=None,
+        max_batch=None,
+        files=_files(folder),
+        problems=tuple(plan.problems),
+        notes=tuple(_checkpoint_notes(plan)),
+    )
+
+
+def _stored_part(
+    plan: CheckpointPlan, part: str, home: PartFolder, tensors: Iterable[Tensor]
+) -> PartReport:
+    """A part whose configuration and tensors are as they should be."""
+    shell, inside = plan.shells[part], home.folder == plan.folder
+    config = plan.config if part == "target" else plan.drafter
+    assert plan.target is not None
+    kind = plan.target.facts.family.model_type if part == "target" else plan.kind
+    assert kind is not None
+    return PartReport(
+        kind=kind,
+        file=("" if inside else f"{home.folder.name}/") + weights_file(home.folder),
+        config=config,
+        dtype=plan.dtypes[part].name,
+        layout=None,
+        nodes=None,
+        tensors=_bytes_by_type(tensors),
+        stored_bytes=stored_bytes(shell.recipes),
+        weight_bytes=_weight_bytes(shell),
+    )
+
+
+def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
+    others = [kind for kind in plan.drafters if kind != plan.kind]
+    if others:
+        yield f"drafters that were not looked at: {', '.join(others)}"
+    used: set[str] = set()
+    for shell in plan.shells.values():
+        for recipe in shell.recipes.values():
+            used |= {tensor.name for piece in recipe.pieces for tensor in piece.tensors}
+    for home in (plan.target, plan.block):
+        if home is None:
+            continue
+        unused = [name for name in home.tensors.keys() - used if not name.startswith(MTP)]
+        if unused:
+            yield (
+                f"{len(unused)} tensors of {home.folder.name} are not used: {min(unused)}"
+                + (" and so on" if len(unused) > 1 else "")
+            )
 
 
 def inspect_artifact(folder: str | Path) -> Report:
@@ -130,11 +238,7 @@ def inspect_artifact(folder: str | Path) -> Report:
         eos_token_ids=config.eos_token_ids if config else (),
         page_size=config.page_size if config else None,
         max_batch=config.max_batch if config else None,
-        files={
-            path.relative_to(folder).as_posix(): path.stat().st_size
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        },
+        files=_files(folder),
         problems=tuple(plan.problems),
         notes=tuple(_notes(plan, section is not None)),
     )
@@ -166,10 +270,6 @@ def _report(
 ) -> PartReport | None:
     if graph is None:
         return None
-    tensors: Counter[str] = Counter()
-    for tensor in graph.initializers.values():
-        tensors[type_name(tensor.data_type)] += tensor.nbytes
-    leaves = shell.wanted.values() if shell else ()
     return PartReport(
         kind=kind,
         file=graph.file,
@@ -177,10 +277,29 @@ def _report(
         dtype=None if dtype is None else FLOATS[dtype].name,
         layout=layout,
         nodes=len(graph.nodes),
-        tensors=dict(tensors),
+        tensors=_bytes_by_type(graph.initializers.values()),
         stored_bytes=stored,
-        weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        weight_bytes=_weight_bytes(shell) if shell else 0,
     )
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _bytes_by_type(tensors: Iterable[Tensor]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for tensor in tensors:
+        found[type_name(tensor.data_type)] += tensor.nbytes
+    return dict(found)
+
+
+def _weight_bytes(shell: Shell) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
 
 
 def _notes(plan: Plan, has_drafter: bool) -> list[str]:

@@ -37,7 +37,7 @@ app = typer.Typer(
 console = Console()
 notes = Console(stderr=True)
 
-Folder = Annotated[Path, typer.Argument(help="Artifact folder of onnxruntime-genai's builder.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of an artifact or a checkpoint.")]
 DTypeOption = Annotated[
     str | None,
     typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
@@ -73,14 +73,17 @@ def inspect(
     page_size: Annotated[
         int | None, typer.Option(help="Slots of a page; default: the artifact's, else 256.")
     ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
+    ] = None,
 ) -> None:
-    """Say what an artifact is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
-    from convert import inspect_artifact
+    """Say what a model is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
+    from convert import inspect_folder
 
     with _friendly():
         if memory is None and (max_batch, context, page_size) != (None, None, None):
             raise ValueError("--max-batch, --context and --page-size go with --memory")
-        report = inspect_artifact(folder)
+        report = inspect_folder(folder, drafter)
         fits = None
         if memory is not None and not report.problems:
             fits = make_plan(
@@ -89,6 +92,7 @@ def inspect(
                 max_batch=max_batch,
                 context=context,
                 page_size=page_size,
+                drafter=drafter,
             )
     facts = report.summary()
     if fits is not None:

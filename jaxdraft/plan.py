@@ -1,6 +1,6 @@
 """How much of a model fits in a memory: :mod:`jaxdraft.state.budget` for a model or a folder.
 
-Host code. Nothing is allocated: an artifact is read without its weights.
+Host code. Nothing is allocated: a folder is read without its weights.
 """
 
 from __future__ import annotations
@@ -53,19 +53,22 @@ def plan(
     max_batch: int | None = None,
     context: int | None = None,
     page_size: int | None = None,
+    drafter: str | Path | None = None,
 ) -> Plan:
     """What fits in a memory, and why.
 
-    Example: ``jaxdraft.plan("artifact_dir", memory="12GiB", max_batch=4).pages``; ``.lines()`` says
-    it in words.
+    Example: ``jaxdraft.plan("folder", memory="12GiB", max_batch=4).pages``; ``.lines()`` says it in
+    words.
 
     Args:
-      model: a loaded model, or an artifact's folder, of which only headers are read.
+      model: a loaded model, or the folder of an artifact or a checkpoint, of which only headers are
+        read.
       memory: bytes, or a string like ``"12GiB"``, for weights and state together.
       pages: P, instead of ``memory``.
       max_batch: rows that can be active. Default: the artifact's, else 8.
       context: positions of the longest sequence. Default: the model's context.
       page_size: Z. Default: the artifact's, else 256.
+      drafter: which drafter of a checkpoint, as in :func:`jaxdraft.load`.
 
     Returns:
       Every term, the pages, tokens, and rows at full context. The arithmetic is exact; what is
@@ -73,16 +76,22 @@ def plan(
 
     Raises:
       ValueError: as :func:`jaxdraft.state.budget.divide`; a context that the model does not have;
-        an artifact that would not load; a target that is not a decoder of this package.
+        a folder that would not load; a target that is not a decoder of this package; a drafter that
+        is not there, or where there is none to choose.
       FileNotFoundError: there is no such folder.
     """
     if isinstance(model, Model):
+        if drafter is not None:
+            raise ValueError(
+                f"drafter is {str(drafter)!r}; a loaded model has one, and only a checkpoint's "
+                "folder has several to choose from"
+            )
         rows = whole("max_batch", MAX_BATCH if max_batch is None else max_batch)
         size = PAGE_SIZE if page_size is None else page_size
         longest = model.info.context_length
         costs = model_costs(model, rows, longest if context is None else whole("context", context))
     else:
-        costs, defaults = _artifact_costs(Path(model))
+        costs, defaults = _folder_costs(Path(model), drafter)
         rows = (defaults["max_batch"] or MAX_BATCH) if max_batch is None else max_batch
         size = (defaults["page_size"] or PAGE_SIZE) if page_size is None else page_size
         longest = defaults["context"]
@@ -231,11 +240,11 @@ def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def _artifact_costs(folder: Path) -> tuple[Costs, dict[str, Any]]:
-    """Costs of an artifact at its stored dtypes, and its own defaults."""
-    from convert import inspect_artifact  # the converter depends on this package, not the reverse
+def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[str, Any]]:
+    """Costs of an artifact or a checkpoint at its own dtypes, and its own defaults."""
+    from convert import inspect_folder  # the converter depends on this package, not the reverse
 
-    report = inspect_artifact(folder)
+    report = inspect_folder(folder, named)
     target, drafter = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):
         listed = "; ".join(str(problem) for problem in report.problems)
