@@ -25,7 +25,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import trained_checkpoint
 from prepare_hybrid import export, paged_float32
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +83,11 @@ def main() -> None:
     import onnxruntime_genai.models  # noqa: F401  (puts the model builder's folder on the path)
 
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = arguments.checkpoint or trained_checkpoint.write(Path(scratch, "trained"))
+        checkpoint = arguments.checkpoint
+        if checkpoint is None:
+            from trained_checkpoint import write  # needs JAX, and the rest of this script does not
+
+            checkpoint = write(Path(scratch, "trained"))
         prepare(checkpoint, arguments.out)
     print(f"wrote {arguments.out}")
     names = sorted(p.name for p in COMMITTED.iterdir() if p.name not in WRITTEN_BY_HAND)
