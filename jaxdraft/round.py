@@ -251,6 +251,9 @@ def round(
 ) -> tuple[RoundState, RoundInfo]:
     """Verify the proposal, commit what stands, feed the drafter, propose again.
 
+    A drafter that says ``declines`` is expected to be silent often: rounds in which no row has
+    drafts run the target over one row each then, and cost what a plain step does.
+
     Args:
       target: the target.
       drafter: the drafter.
@@ -258,11 +261,56 @@ def round(
       rules: see :class:`Rules`.
       logprobs: give log-probabilities, and so many alternatives.
     """
-    running = state.status == Status.RUNNING
-    proposal = state.proposal
-    count = jnp.where(running, 1 + proposal.length, 0)
+    proposal, first = state.proposal, state.length - 1
     window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
-    first = state.length - 1
+
+    def with_drafts() -> _Verified:
+        return _verify(target, state, proposal, rules, logprobs)
+
+    def without() -> _Verified:
+        nothing = jax.tree.map(lambda x: x[:, :0], (proposal.tokens, proposal.support))
+        none = replace(proposal, tokens=nothing[0], support=nothing[1])
+        verified = _verify(target, state, none, rules, logprobs)
+        return _widen(verified, proposal.tokens.shape[1])
+
+    if getattr(drafter, "declines", False) and proposal.tokens.shape[1]:
+        verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
+    else:
+        verified = with_drafts()
+    state, out, rows = verified.state, verified.out, verified.rows
+    feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
+    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
+    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
+    state, info = _propose(drafter, state, feed)
+    return state, RoundInfo(verified.accepted, rows, info, verified.logprobs)
+
+
+@struct.dataclass
+class _Verified:
+    """A round up to where the drafter is fed."""
+
+    state: RoundState  # committed
+    out: _Rows
+    rows: jax.Array  # [B] int32, committed and emitted
+    accepted: jax.Array  # [B] int32; -1: did not run
+    logprobs: Logprobs | None
+
+
+@struct.dataclass
+class _Rows:
+    """What a drafter learns of the target's rows."""
+
+    aux: jax.Array | None  # [B, 1 + K, A]
+    hidden: jax.Array | None  # [B, 1 + K, D]
+
+
+def _verify(
+    target: Target, state: RoundState, proposal: Proposal, rules: Rules, logprobs: int | None
+) -> _Verified:
+    """Run the target over anchor and drafts, emit what stands, commit it."""
+    running = state.status == Status.RUNNING
+    count = jnp.where(running, 1 + proposal.length, 0)
+    window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
     out = target.forward(window, count, state.target)
     verdict = _judge(out.logits, state, proposal, rules)
     state, said, rows, accepted = _emit(state, verdict, proposal, rules)
@@ -274,11 +322,22 @@ def round(
         rounds=state.stats.rounds + running.astype(jnp.int32),
     )
     state = replace(state, target=memory, stats=stats)
-    feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
-    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
-    state, info = _propose(drafter, state, feed)
-    return state, RoundInfo(accepted, rows, info, _logprobs(out.logits, said, rows, logprobs))
+    spoken = _logprobs(out.logits, said, rows, logprobs)
+    return _Verified(state, _Rows(out.aux, out.hidden), rows, accepted, spoken)
+
+
+def _widen(verified: _Verified, drafts: int) -> _Verified:
+    """The same with room for rows of ``drafts`` more, which are not there."""
+
+    def wide(x: jax.Array, fill: int = 0) -> jax.Array:
+        beside = ((0, 0), (0, drafts), *[(0, 0)] * (x.ndim - 2))
+        return jnp.pad(x, beside, constant_values=fill)
+
+    spoken = verified.logprobs
+    if spoken is not None:
+        tops = wide(spoken.top_tokens, NO_TOKEN)
+        spoken = Logprobs(wide(spoken.token), tops, wide(spoken.top))
+    return replace(verified, out=jax.tree.map(wide, verified.out), logprobs=spoken)
 
 
 def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
@@ -411,7 +470,7 @@ def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, 
 
 
 def _feed(
-    out: TargetOutput | None,
+    out: TargetOutput | _Rows | None,
     tokens: jax.Array | None,
     count: jax.Array,
     first: jax.Array,

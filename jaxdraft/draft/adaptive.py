@@ -42,6 +42,8 @@ class AdaptiveDrafter:
         default, and the next, were measured on a DFlash2 family of width 512 on a CPU
         (``experiments/round_cost.md``); measure your own.
       draft_cost: what one draft adds: its row in the target's window, and its own pass of a chain.
+        In a fixed batch a window has 1 + K rows however few drafts a row has: what fewer drafts
+        save is nothing there, so ``round_cost`` is all (``experiments/adaptive.md``).
       gain: weight of the newest observation in the moving averages.
       start: acceptance assumed before anything was observed.
       probe_every: rounds between two full proposals of a row that is cut short.
@@ -71,6 +73,11 @@ class AdaptiveDrafter:
     def draft_tokens(self) -> int:
         """K of the drafter inside."""
         return self.inner.draft_tokens
+
+    @property
+    def declines(self) -> bool:
+        """It does: rounds without drafts are worth a program of their own."""
+        return True
 
     @property
     def overlap(self) -> int:

@@ -49,6 +49,11 @@ class NgramDrafter:
                 "1 <= min_ngram <= max_ngram"
             )
 
+    @property
+    def declines(self) -> bool:
+        """Most texts do not repeat themselves most of the time."""
+        return True
+
     def with_draft_tokens(self, draft_tokens: int) -> NgramDrafter:
         """The same lookup with another K."""
         return replace(self, draft_tokens=draft_tokens)
