@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ort", action="store_true", help="compare with onnxruntime-genai")
+    parser.add_argument("--result", default="throughput", help="name of the file to write")
     args = parser.parse_args()
     entries = [tuple(entry.split("=", 1)) for entry in args.artifacts]
     parts = [compare(args, name, Path(folder)) for name, folder in entries]
@@ -191,7 +192,7 @@ def main() -> None:
         f"\n\nWhole calls, prefill included, host work included; medians of {args.repeats} after "
         "one warm-up, ratios pair by pair (least..largest)."
     )
-    write_result(__file__, "Throughput of the engine", body)
+    write_result(__file__, "Throughput of the engine", body, args.result)
 
 
 if __name__ == "__main__":
