@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from common import table, write_result
 from flax import nnx
 from tqdm import tqdm
 
-from jaxdraft import EMBEDDED, Model, Output, Sampling, checkpoint, generate
+from jaxdraft import Model, Output, Sampling, checkpoint, generate
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -73,6 +72,10 @@ SPECIALS = (
     "<think>",
     "</think>",
     "<|mask|>",
+)
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MASK = SPECIALS.index("<|mask|>")
 VOCABULARY = 384  # eight ids at the end stay free: the architecture reserves image tokens there
@@ -152,7 +155,7 @@ def make_text(out: Path, library: Path) -> None:
         "tokenizer_class": "Qwen2Tokenizer",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=1) + "\n")
-    shutil.copy(EMBEDDED / "chat_template.jinja", folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
     encoded = [[0, *tokenizer.encode(text).ids] for text in texts]
     tokens = np.concatenate([np.asarray(ids, np.uint16) for ids in encoded])
     np.save(out / "tokens.npy", tokens)
@@ -429,6 +432,7 @@ def save_family(out: Path) -> None:
         out / "checkpoint",
         drafters=blocks,
         dtype=jnp.bfloat16,
+        compute_dtype=jnp.float32,  # as it was trained; the files are half as large
         tokenizer=out / "tokenizer",
         overwrite=True,
     )

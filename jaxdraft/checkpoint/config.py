@@ -119,7 +119,7 @@ def target_json(
       config: its description.
       family: from :func:`family_of`.
       rope: its rotary embedding, of the plain kind.
-      dtype: name of the stored dtype.
+      dtype: name of the dtype to compute in.
       mtp: description of the multi-token-prediction head stored with it, if one is.
       stop_ids: tokens that end a sequence.
 
@@ -198,7 +198,7 @@ def block_json(
       config: its description.
       taps: the target's layers whose entering residual it reads, in order.
       rope: its rotary embedding.
-      dtype: name of the stored dtype.
+      dtype: name of the dtype to compute in.
 
     Raises:
       ValueError: the layout cannot say what ``config`` says.

@@ -77,6 +77,7 @@ def save(
     *,
     drafters: Sequence[Drafter] = (),
     dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
     rope: Mapping[str, Rope] | None = None,
     stop_ids: tuple[int, ...] | None = None,
@@ -101,6 +102,8 @@ def save(
       drafters: further drafters of the same target, one of a kind.
       dtype: of the stored tensors. Default: that of each array; what is stored shifted or as a
         logarithm (Qwen3.5's norms, ``A_log``) is float32 then.
+      compute_dtype: what ``config.json`` names: runtimes, and :func:`jaxdraft.load` too, widen or
+        round the stored tensors to it unless they are told otherwise. Default: the stored dtype.
       tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
       rope: rotary embedding of a part ("target", "dflash2", "dspark"). Default: the plain one,
         whose base is found from the tables.
@@ -118,11 +121,12 @@ def save(
     """
     folder = Path(folder)
     stored = None if dtype is None else float_dtype(dtype)
+    computed = None if compute_dtype is None else float_dtype(compute_dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     check_free(folder, PARTS, overwrite=overwrite)
     rounded: dict[str, float] = {}
-    plan = _Plan(model, drafters, stored, dict(rope or {}), stop_ids, rounded)
+    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, rounded)
     files = _tokenizer_files(model, tokenizer)
     with appearing(folder) as making:
         for name, part in plan.parts.items():
@@ -151,11 +155,13 @@ class _Plan:
         model: Model | DecoderTarget,
         drafters: Sequence[Drafter],
         dtype: np.dtype | None,
+        compute_dtype: np.dtype | None,
         ropes: Mapping[str, Rope],
         stop_ids: tuple[int, ...] | None,
         rounded: dict[str, float],
     ):
-        self.dtype, self.ropes, self.rounded = dtype, ropes, rounded
+        self.dtype, self.compute_dtype = dtype, compute_dtype
+        self.ropes, self.rounded = ropes, rounded
         target = model
         if isinstance(model, Model):
             target, drafters = model.target, [model.drafter, *drafters]
@@ -221,7 +227,7 @@ class _Plan:
             config,
             family,
             rope,
-            dtype=stored.name,
+            dtype=(self.compute_dtype or stored).name,
             mtp=None if mtp is None else mtp.config,
             stop_ids=stop_ids,
         )
@@ -242,7 +248,9 @@ class _Plan:
         config, found = drafter.config, _parameters(drafter.backbone.params)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
-        body = words.block_json(config, self.target.config.taps, rope, dtype=stored.name)
+        body = words.block_json(
+            config, self.target.config.taps, rope, dtype=(self.compute_dtype or stored).name
+        )
         tensors = self._tensors(config.kind, block_layout(config), found)
         return _Part({"config.json": body}, tuple(tensors))
 
