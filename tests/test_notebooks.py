@@ -16,6 +16,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.i
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As a reader runs it: optimized. Compiled programs are kept where those of the tests are.
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("JAXDRAFT_NOTEBOOK_SMALL", "1")  # a training run in its short form
     if jax.config.jax_compilation_cache_dir:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
         monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
