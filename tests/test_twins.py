@@ -98,3 +98,16 @@ def test_a_recipe_that_gives_another_file_is_refused(root: Path) -> None:
     with pytest.raises(RuntimeError, match=r"half/model\.onnx\.data.*do not give its sha256"):
         restore(root)
     assert not (root / "half" / "model.onnx.data").exists()
+
+
+def test_a_file_of_its_own_that_compresses_well(tmp_path: Path) -> None:
+    """Here float32 files of bfloat16 numbers, in the folder itself."""
+    root = tmp_path / "rounded"
+    export(root, "float32")
+    data = ROWS.astype(ml_dtypes.bfloat16).astype(np.float32).tobytes()
+    (root / "model.onnx.data").write_bytes(data)
+    drop(root)
+    assert sorted(f.name for f in root.glob("*.on*")) == ["model.onnx"]
+    assert (root / REST).stat().st_size < len(data) // 2
+    restore(root)
+    assert (root / "model.onnx.data").read_bytes() == data

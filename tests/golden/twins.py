@@ -116,13 +116,14 @@ def drop(root: Path) -> None:
     def size(file: Path) -> int:
         return file.stat().st_size
 
-    files = [f for f in root.glob("*/*") if f.name.endswith((".onnx", ".onnx.data", ".npz"))]
+    files = [f for f in root.rglob("*") if f.name.endswith((".onnx", ".onnx.data", ".npz"))]
     # Of the same weights float32 comes first.
     for file in sorted(files, key=lambda f: (f.parent.name.startswith("broken_"), -size(f), f)):
         name = file.relative_to(root).as_posix()
         contents[name] = file.read_bytes()
         recipe, own = _recipe(file, contents[name], known, contents)
-        stays = size(file) // 50 if file.suffix == ".onnx" else len(own)  # compressed, all together
+        # Compressed, graphs all together.
+        stays = size(file) // 50 if file.suffix == ".onnx" else len(lzma.compress(own))
         if stays + LEAST <= size(file) and 2 * stays <= size(file):
             recipes[name] = recipe
             rest += own
