@@ -6,10 +6,10 @@
 
 Prompts are the first tokens of Python files that the families trained here never saw
 (``train_family.HELD_OUT``), pieces from inside of them, pieces of text that is no code (the pages
-of Python's ``help()``, licences), and random tokens as the floor. Pieces of all lengths end at the
-same places, so that longer ones differ by what they know alone. ``FILE`` is JSON or JSON lines,
-``{"prompt": ..., "kind": ...}`` each; they go through the chat template of a model that has one,
-and end where the model stops. Everything else runs on past stops.
+of Python's ``help()``, licences), and random tokens, after which a model is left to its own text.
+Pieces of all lengths end at the same places: longer ones only know more. ``FILE`` is JSON, or JSON
+lines, ``{"prompt": ..., "kind": ...}`` each; they go through the chat template of a model that has
+one, and end where the model stops. Everything else runs on past stops.
 
 Nothing here depends on time. In float32 the greedy tokens of every drafter must be those without;
 in other types the prompts whose tokens differ are counted.

@@ -507,8 +507,9 @@ def against(results: dict[int, dict[str, Fact]]) -> str:
             row += [f"{at:,}", f"{slow:.2f}", f"{fast:.2f}", f"{fast / slow:.2f}"]
         rows.append([*row, *[""] * (9 - len(row))])
     ours = [f"**{geometric_mean(w):.2f}**" if min(w) > 0 else "-" for w in (whole, decoding)]
-    mean = geometric_mean([fast / slow for slow, fast in PUBLISHED.values()])
-    rows.append(["geometric mean", "", "", *ours, "", "", "", f"**{mean:.2f}**"])
+    told = [fast / slow for _, slow, fast in theirs.values()]
+    mean = f"**{geometric_mean(told):.2f}**" if told else ""
+    rows.append(["geometric mean", "", "", *ours, "", "", "", mean])
     head = ["prompt", "MTP, tokens/s", "DFlash2, tokens/s", "DFlash2 / MTP", "decoding alone"]
     head += ["published: prompt", "MTP", "DFlash2", "DFlash2 / MTP"]
     return table(head, rows)
@@ -583,7 +584,8 @@ def main() -> None:
     for length in args.lengths:
         prompts = [text[:length] for text in texts]
         results[length] = measure(found, prompts, args)
-        print(report({length: results[length]}, found), flush=True)
+        speeds = ", ".join(f"{name} {f.speed:.2f}" for name, f in results[length].items())
+        print(f"{length} prompt tokens, tokens/s: {speeds}", flush=True)
     body = f"{report(results, found)}\n\n{closing(args, rates, load)}"
     if args.dry:
         print(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from jaxdraft import Feed, Model, generate
+from jaxdraft import EMBEDDED, Feed, Model, generate
 from jaxdraft.generate import Trace
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.testing import TableDrafter, TableTarget, tiny_drafter, tiny_target
+from jaxdraft.text import Text
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 SIZE = 1024
@@ -93,6 +95,24 @@ def test_pieces_of_all_lengths_end_at_the_same_places(acceptance: Any) -> None:
         assert len(few) == 4 and len(many) == 20 and many[-4:] == few
     with pytest.raises(ValueError, match="no text of more than 200 tokens"):
         next(acceptance.pieces("kind", texts, [200], 1, seed=0))
+
+
+@pytest.mark.parametrize("form", ["json", "lines"])
+def test_prompts_of_a_file_are_chats_by_kind(acceptance: Any, tmp_path: Path, form: str) -> None:
+    text = Text.from_folder(EMBEDDED)
+    model = Model.of(TableTarget.random(jax.random.key(0)), text=text)
+    entries = [{"prompt": "Why so long?", "kind": "a"}, {"prompt": "Why?", "kind": "a"}]
+    entries += [{"prompt": "No kind"}]
+    written = [json.dumps(entry) for entry in entries]
+    path = tmp_path / "prompts"
+    path.write_text(f"[{','.join(written)}]" if form == "json" else "\n".join(written) + "\n")
+    first, second = acceptance.own_prompts(model, path)
+    chats = [text.chat([{"role": "user", "content": e["prompt"]}]) for e in entries]
+    assert first.kind == "a" and first.prompts == (chats[1], chats[0]) and first.ends
+    assert second.kind == "questions" and second.prompts == (chats[2],)
+    path.write_text('[{"text": "Why?"}]')
+    with pytest.raises(ValueError, match="entry 0: .*expected a 'prompt'"):
+        list(acceptance.own_prompts(model, path))
 
 
 # --------------------------------------------------------------------------- replay
