@@ -248,6 +248,7 @@ def round(
     rules: Rules,
     *,
     logprobs: int | None = None,
+    drafted: bool = False,
 ) -> tuple[RoundState, RoundInfo]:
     """Verify the proposal, commit what stands, feed the drafter, propose again.
 
@@ -260,6 +261,7 @@ def round(
       state: from :func:`prefill` or an earlier round.
       rules: see :class:`Rules`.
       logprobs: give log-probabilities, and so many alternatives.
+      drafted: it is known that some row has drafts.
     """
     proposal, first = state.proposal, state.length - 1
     window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
@@ -273,7 +275,8 @@ def round(
         verified = _verify(target, state, none, rules, logprobs)
         return _widen(verified, proposal.tokens.shape[1])
 
-    if getattr(drafter, "declines", False) and proposal.tokens.shape[1]:
+    declines = getattr(drafter, "declines", False) and proposal.tokens.shape[1] > 0
+    if declines and not drafted:
         verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
     else:
         verified = with_drafts()

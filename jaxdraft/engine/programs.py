@@ -217,7 +217,8 @@ def run_round(
     if plain:
         none = jax.tree.map(lambda x: x[:, :0], (part.proposal.tokens, part.proposal.support))
         part = replace(part, proposal=replace(part.proposal, tokens=none[0], support=none[1]))
-    part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs)
+    # The host knows when nobody has drafts, and asks for the plain program then.
+    part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs, drafted=True)
     report = _report(part, info, drafter.draft_tokens)
     part = _unseated(part)
     return (part if whole else rows_.put(state, part, where, seats.rows)), report
