@@ -1,6 +1,6 @@
 """How fast is DFlash2 beside MTP? The reference's published table, in our terms.
 
-    python experiments/speed_table.py FOLDER...              # a checkpoint, or several exports
+    python experiments/speed_table.py [FOLDER...]            # the embedded family, or others
     python experiments/speed_table.py --geometry 27b         # a GPU: random weights, see below
     python experiments/speed_table.py --geometry tiny --dry  # the same, in a minute on a CPU
 

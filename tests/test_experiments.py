@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from scipy import stats
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
-from jaxdraft import EMBEDDED, Feed, Model, generate
+from jaxdraft import Feed, Model, generate
 from jaxdraft.generate import Trace
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
 from jaxdraft.nn.linear import Frozen
@@ -99,7 +102,10 @@ def test_pieces_of_all_lengths_end_at_the_same_places(acceptance: Any) -> None:
 
 @pytest.mark.parametrize("form", ["json", "lines"])
 def test_prompts_of_a_file_are_chats_by_kind(acceptance: Any, tmp_path: Path, form: str) -> None:
-    text = Text.from_folder(EMBEDDED)
+    words = {word: number for number, word in enumerate(["?", "Why", "so", "long", "bot"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    text = Text(tokenizer=tokenizer, chat_template="{{ messages[0].content }} bot")
     model = Model.of(TableTarget.random(jax.random.key(0)), text=text)
     entries = [{"prompt": "Why so long?", "kind": "a"}, {"prompt": "Why?", "kind": "a"}]
     entries += [{"prompt": "No kind"}]
@@ -108,6 +114,7 @@ def test_prompts_of_a_file_are_chats_by_kind(acceptance: Any, tmp_path: Path, fo
     path.write_text(f"[{','.join(written)}]" if form == "json" else "\n".join(written) + "\n")
     first, second = acceptance.own_prompts(model, path)
     chats = [text.chat([{"role": "user", "content": e["prompt"]}]) for e in entries]
+    assert chats[0] == [1, 2, 3, 0, 4]
     assert first.kind == "a" and first.prompts == (chats[1], chats[0]) and first.ends
     assert second.kind == "questions" and second.prompts == (chats[2],)
     path.write_text('[{"text": "Why?"}]')
