@@ -366,7 +366,7 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
       AssertionError: with the first difference.
     """
     plain = generate(model, prompts, drafter="none", **options)
-    drafted = generate(model, prompts, drafter=drafter, trace=True, **options)
+    drafted = generate(model, prompts, drafter=drafter, **options)
     for row, (expected, found) in enumerate(zip(plain.ids(), drafted.ids(), strict=True)):
         if expected != found:
             pairs = zip(expected, found, strict=False)
