@@ -1,9 +1,11 @@
-"""What the experiments share: interleaved timing, the machine's description, result files."""
+"""What the experiments share: timing, the machine, result files, the first family."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import runpy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -78,3 +80,17 @@ def write_result(script: str, title: str, body: str, name: str | None = None) ->
     path = HERE / f"{name or Path(script).stem}.md"
     path.write_text(text, encoding="utf-8")
     print(text)
+
+
+def first_family() -> tuple[Path, list[dict[str, Any]]]:
+    """The first family that was trained for this project, on which many results here were taken.
+
+    An artifact of 0.8 million parameters with a DFlash2 drafter; its MODEL_CARD.md tells the rest.
+
+    Returns:
+      Its folder, complete, and its held-out prompts.
+    """
+    tests = HERE.parent / "tests"
+    folder = tests / "first_family"
+    runpy.run_path(str(tests / "golden" / "twins.py"))["restore"](folder)
+    return folder, json.loads((folder / "prompts.json").read_text(encoding="utf-8"))["prompts"]

@@ -1,6 +1,6 @@
 """How often do speculative and plain greedy decoding differ, and by how little?
 
-    python experiments/divergence.py             # the embedded model, in three dtypes
+    python experiments/divergence.py             # the first family, in three dtypes
     python experiments/divergence.py FOLDER      # another artifact with a drafter
 
 A window of rows and single steps round differently in the last bits. A token may differ only where
@@ -15,11 +15,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from common import table, write_result
+from common import first_family, table, write_result
 from paths import cuts
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model
+from jaxdraft import Model
 
 
 def margins(model: Model, prompts: list[list[int]], outputs: list[list[int]]) -> list[np.ndarray]:
@@ -59,16 +59,16 @@ def measure(model: Model, prompts: list[list[int]], tokens: int) -> list[object]
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", nargs="?", type=Path, default=EMBEDDED)
+    parser.add_argument("folder", nargs="?", type=Path, help="default: the first family")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--each", type=int, default=16, help="prompts of each held-out file")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
-    rows = []
+    folder, rows = args.folder or first_family()[0], []
     for dtype in args.dtypes:
-        model = jaxdraft.load(args.folder, dtype=dtype)
+        model = jaxdraft.load(folder, dtype=dtype)
         rows.append([dtype, *measure(model, cuts(model, args.length, args.each), args.tokens)])
         print(rows[-1], flush=True)
     head = ["dtype", "prompts that differ", "chance a token", "largest margin there"]

@@ -1,6 +1,6 @@
 """Which path through the lattice does the target accept most of?
 
-    python experiments/paths.py               # the embedded model's DFlash2
+    python experiments/paths.py               # the first family's DFlash2
     python experiments/paths.py DSPARK_DIR    # and drafters of other exports of its target
 
 Held-out text (files of Python's standard library that nothing was trained on), cut into prompts all
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from common import table, write_result
+from common import first_family, table, write_result
 from drafters import FILES
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model
+from jaxdraft import Model
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.lattice import PROPOSALS
 
@@ -105,7 +105,7 @@ def main() -> None:
     rows: list[list[str]] = []
     files: list[list[str]] = []
     width = 0
-    for folder in [EMBEDDED, *args.folders]:
+    for folder in [first_family()[0], *args.folders]:
         model = jaxdraft.load(folder)
         runs = measure(model, cuts(model, args.length, args.each), args.tokens)
         parts = report(model.info.drafter, runs, args.each)

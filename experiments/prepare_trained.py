@@ -1,7 +1,7 @@
-"""Make the artifact in ``jaxdraft/data/trained`` again, from its checkpoint.
+"""Make the artifact in ``tests/first_family`` again, from its checkpoint.
 
 The checkpoint is a Qwen3.5 target and a DFlash2 drafter in bfloat16; what they are and how they
-were trained is told in ``jaxdraft/data/trained/MODEL_CARD.md``. Most of its numbers are in that
+were trained is told in ``tests/first_family/MODEL_CARD.md``. Most of its numbers are in that
 folder too: ``trained_checkpoint.py`` puts it together, and compares every tensor with the trained
 one. This script exports it with the onnxruntime-genai model builder, paged and in float32, in a few
 seconds, and compares the result with the committed files::
@@ -21,6 +21,7 @@ import argparse
 import filecmp
 import json
 import os
+import runpy
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,8 +29,8 @@ from pathlib import Path
 from prepare_hybrid import export, paged_float32
 
 HERE = Path(__file__).resolve().parent
-COMMITTED = HERE.parent / "jaxdraft" / "data" / "trained"
-WRITTEN_BY_HAND = ("MODEL_CARD.md", "prompts.json")
+COMMITTED = HERE.parent / "tests" / "first_family"
+OTHERS = ("MODEL_CARD.md", "prompts.json", "twins.json", "rest.xz", ".gitignore")
 
 PAGE_SIZE = 16
 PAGES = 64
@@ -90,7 +91,8 @@ def main() -> None:
             checkpoint = write(Path(scratch, "trained"))
         prepare(checkpoint, arguments.out)
     print(f"wrote {arguments.out}")
-    names = sorted(p.name for p in COMMITTED.iterdir() if p.name not in WRITTEN_BY_HAND)
+    runpy.run_path(str(HERE.parent / "tests" / "golden" / "twins.py"))["restore"](COMMITTED)
+    names = sorted(p.name for p in COMMITTED.iterdir() if p.name not in OTHERS)
     _, different, missing = filecmp.cmpfiles(COMMITTED, arguments.out, names, shallow=False)
     for name in names:
         state = "missing" if name in missing else "differs" if name in different else "same"

@@ -2,7 +2,7 @@
 
     python experiments/round_cost.py [NAME=FOLDER ...]
 
-The parts of a round of the embedded family (or of other artifacts with a block drafter), each
+The parts of a round of the first family (or of other artifacts with a block drafter), each
 inside a compiled loop of its own, one request: a plain step, a verify window of 1 + K rows, taking
 in three committed rows, and proposing. Drafting pays when a round emits more tokens than it costs
 steps.
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common import interleave, table, write_result
+from common import first_family, interleave, table, write_result
 from jax import lax
 
 import jaxdraft
@@ -90,13 +90,13 @@ def cost(name: str, folder: Path, repeats: int) -> list[object]:
 
 
 def main() -> None:
-    """Time the embedded family and every artifact named on the command line."""
+    """Time the first family and every artifact named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("artifacts", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     named = [entry.partition("=") for entry in args.artifacts]
-    artifacts = [("embedded", jaxdraft.EMBEDDED)] + [(n, Path(f)) for n, _, f in named]
+    artifacts = [("first family", first_family()[0])] + [(n, Path(f)) for n, _, f in named]
     rows = [cost(name, folder, args.repeats) for name, folder in artifacts]
     head = ["artifact", "step, ms", "window, ms", "ingest, ms", "propose, ms", "round, in steps"]
     body = table(head, rows) + (

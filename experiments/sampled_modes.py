@@ -1,6 +1,6 @@
 """How many tokens does a round give when tokens are sampled? By proposal mode and temperature.
 
-    python experiments/sampled_modes.py            # the embedded model, DFlash2
+    python experiments/sampled_modes.py            # the first family, DFlash2
     python experiments/sampled_modes.py FOLDER     # another artifact with a drafter
 
 Held-out prompts of the family, many samples of each, one batch a mode and temperature. The modes
@@ -15,11 +15,10 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from common import HERE, table, write_result
+from common import HERE, first_family, table, write_result
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model, Sampling
-from jaxdraft.cli import embedded_prompts
+from jaxdraft import Model, Sampling
 from jaxdraft.sampling import PROPOSALS, Proposals
 
 matplotlib.use("Agg")
@@ -50,7 +49,7 @@ def interval(emitted: np.ndarray, rounds: np.ndarray, rng: np.random.Generator) 
 def main() -> None:
     """Measure, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", nargs="?", type=Path, default=EMBEDDED)
+    parser.add_argument("folder", nargs="?", type=Path, help="default: the first family")
     parser.add_argument("--samples", type=int, default=32, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=65)
     parser.add_argument("--prompt-tokens", type=int, default=48)
@@ -59,8 +58,9 @@ def main() -> None:
     )
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
-    model = jaxdraft.load(args.folder)
-    ids = [p["prompt_ids"][: args.prompt_tokens] for p in embedded_prompts()]
+    first, held_out = first_family()
+    model = jaxdraft.load(args.folder or first)
+    ids = [p["prompt_ids"][: args.prompt_tokens] for p in held_out]
     prompts = np.repeat(np.asarray(ids, np.int32), args.samples, axis=0)
     rng = np.random.default_rng(0)
     found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in PROPOSALS}

@@ -1,4 +1,4 @@
-"""Is generation with the embedded family's DFlash2 drafter faster than without?
+"""Is generation with the first family's DFlash2 drafter faster than without?
 
     python experiments/speed.py
 
@@ -12,11 +12,9 @@ import argparse
 import statistics
 from typing import Any
 
-from common import interleave, ratios, table, write_result
+from common import first_family, interleave, ratios, table, write_result
 
 import jaxdraft
-from jaxdraft import EMBEDDED
-from jaxdraft.cli import embedded_prompts
 
 
 def main() -> None:
@@ -25,8 +23,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    model = jaxdraft.load(EMBEDDED)
-    prompts = [p["prompt_ids"] for p in embedded_prompts()]
+    folder, held_out = first_family()
+    model = jaxdraft.load(folder)
+    prompts = [p["prompt_ids"] for p in held_out]
     found: dict[str, Any] = {}
 
     def run(drafter: str, batches: list[list[list[int]]]) -> None:

@@ -1,6 +1,6 @@
 """How many tokens a second come out of the engine, and out of static batches?
 
-    python experiments/throughput.py                        # the embedded family
+    python experiments/throughput.py                        # the first family
     python experiments/throughput.py NAME=FOLDER            # any artifact
     python experiments/throughput.py NAME=FOLDER --ort      # and onnxruntime-genai on the same one
 
@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import interleave, ratios, table, write_result
+from common import first_family, interleave, ratios, table, write_result
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Engine, Model
-from jaxdraft.cli import embedded_prompts
+from jaxdraft import Engine, Model
 
 
 class Workload:
     """Requests: prompts [n, size] and how many tokens each wants.
 
     Args:
-      model: the model; the embedded one gets pieces of its held-out files, any other random ids.
+      model: the model; the first family gets pieces of its held-out files, any other random ids.
       requests: n.
       size: tokens of a prompt.
       tokens: the most a request wants; the least is a quarter of it.
@@ -40,8 +39,9 @@ class Workload:
 
     def __init__(self, model: Model, requests: int, size: int, tokens: int) -> None:
         rng = np.random.default_rng(0)
-        if model.info.name == EMBEDDED.name:
-            ids = [i for p in embedded_prompts() for i in p["prompt_ids"]]
+        folder, held_out = first_family()
+        if model.info.name == folder.name:
+            ids = [i for p in held_out for i in p["prompt_ids"]]
             starts = rng.integers(0, max(1, len(ids) - size), requests)
             self.prompts = [(ids * (1 + size // len(ids)))[s : s + size] for s in starts]
         else:
@@ -187,7 +187,7 @@ def main() -> None:
     entries = [tuple(entry.split("=", 1)) for entry in args.artifacts]
     parts = [compare(args, name, Path(folder)) for name, folder in entries]
     if not parts:
-        parts = [compare(args, "The embedded family", EMBEDDED)]
+        parts = [compare(args, "The first family", first_family()[0])]
     body = "\n\n".join(parts) + (
         f"\n\nWhole calls, prefill included, host work included; medians of {args.repeats} after "
         "one warm-up, ratios pair by pair (least..largest)."

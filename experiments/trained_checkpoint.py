@@ -1,9 +1,9 @@
-"""The checkpoint of which the embedded artifact was exported, put together again.
+"""The checkpoint of which the first family was exported, put together again.
 
     ./run python experiments/trained_checkpoint.py OUT
 
 A Qwen3.5 target with a multi-token-prediction head and a DFlash2 drafter, in bfloat16; what they
-are and how they were trained is told in ``jaxdraft/data/trained/MODEL_CARD.md``. Nearly all of its
+are and how they were trained is told in ``tests/first_family/MODEL_CARD.md``. Nearly all of its
 numbers are those of the artifact, and are taken from there. ``checkpoints/trained`` has the rest:
 the settings and tokenizer files as transformers wrote them, and in ``rest.safetensors`` the head, a
 vision tower that nobody reads, and a norm of which the artifact's ``1 + w`` lost a bit.
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from common import first_family
 from safetensors.numpy import load_file, save_file
 
 import jaxdraft
@@ -49,7 +50,7 @@ def write(out: Path) -> Path:
     Raises:
       ValueError: the tensors are not those that were trained.
     """
-    save(jaxdraft.load(jaxdraft.EMBEDDED), out, dtype="bfloat16")
+    save(jaxdraft.load(first_family()[0]), out, dtype="bfloat16")
     rest = {"target": load_file(KEPT / "rest.safetensors"), "dflash2": {}}
     for part, expected in DIGESTS.items():
         weights = out / part / "model.safetensors"

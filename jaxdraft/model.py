@@ -16,8 +16,8 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.text import Text
 
-EMBEDDED = Path(__file__).parent / "data" / "trained"
-"""The artifact that comes with the package: a small trained target and its DFlash2 drafter."""
+EMBEDDED = Path(__file__).parent / "data" / "family"
+"""The checkpoint that comes with the package: a small trained target and its three drafters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

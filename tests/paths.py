@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tests.golden.twins import restore
 
 TESTS = Path(__file__).resolve().parent
 # Exported models with reference outputs, one folder each; see golden/regenerate.py.
 ARTIFACTS = TESTS / "golden"
+# A trained target with its DFlash2 drafter, exported in float32; see its MODEL_CARD.md.
+FIRST_FAMILY = TESTS / "first_family"
 
 
 restore(ARTIFACTS)
+restore(FIRST_FAMILY)
 
 
 def artifact(name: str) -> Path:
@@ -26,3 +31,8 @@ def artifact_names(*, broken: bool = False) -> list[str]:
     """Returns the sorted names of all artifacts that load (or, with `broken`, that do not)."""
     names = [p.parent.name for p in ARTIFACTS.glob("*/genai_config.json")]
     return sorted(n for n in names if n.startswith("broken_") == broken)
+
+
+def first_prompts() -> list[dict[str, Any]]:
+    """The held-out prompts of the first family, what it says to them, and its accepted drafts."""
+    return json.loads((FIRST_FAMILY / "prompts.json").read_text(encoding="utf-8"))["prompts"]

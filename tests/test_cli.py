@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jaxdraft import EMBEDDED
 from jaxdraft.cli import app
-from tests.paths import artifact
+from tests.paths import FIRST_FAMILY, artifact
 
 runner = CliRunner()
 
@@ -22,11 +22,11 @@ def _keep_the_cache_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inspect_says_what_an_artifact_is() -> None:
-    result = runner.invoke(app, ["inspect", str(EMBEDDED)])
+    result = runner.invoke(app, ["inspect", str(FIRST_FAMILY)])
     assert result.exit_code == 0, result.output
     for word in ("dflash2", "no problems found"):
         assert word in result.output
-    facts = json.loads(runner.invoke(app, ["inspect", str(EMBEDDED), "--json"]).stdout)
+    facts = json.loads(runner.invoke(app, ["inspect", str(FIRST_FAMILY), "--json"]).stdout)
     assert facts["problems"] == []
 
 
@@ -37,7 +37,7 @@ def test_inspect_reports_problems_and_fails() -> None:
 
 
 def test_generate_streams_and_counts() -> None:
-    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24"]
+    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "24"]
     drafted = runner.invoke(app, command)
     plain = runner.invoke(app, [*command, "--drafter", "none"])
     assert drafted.exit_code == 0, drafted.output
@@ -49,7 +49,7 @@ def test_generate_streams_and_counts() -> None:
 
 
 def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
-    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24"]
+    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "24"]
     command += ["-t", "0.8", "--top-p", "0.9", "--stop", "return"]
     one, two, other = (
         runner.invoke(app, [*command, "--seed", seed]).stdout for seed in ("3", "3", "5")
@@ -61,15 +61,15 @@ def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
 
 def test_save_writes_checkpoints_that_load(tmp_path: Path) -> None:
     out = tmp_path / "family"
-    result = runner.invoke(app, ["save", str(EMBEDDED), str(out)])
+    result = runner.invoke(app, ["save", str(FIRST_FAMILY), str(out)])
     assert result.exit_code == 0, result.output
     assert (out / "target" / "config.json").is_file() and (out / "dflash2").is_dir()
-    again = runner.invoke(app, ["save", str(EMBEDDED), str(out)])
+    again = runner.invoke(app, ["save", str(FIRST_FAMILY), str(out)])
     assert again.exit_code == 2  # nothing is overwritten unasked
     command = ["--prompt", "def main(argv):\n", "-n", "24"]
     texts = [
         runner.invoke(app, ["generate", str(folder), *command]).stdout.split("tokens/s")[0]
-        for folder in (EMBEDDED, out)
+        for folder in (FIRST_FAMILY, out)
     ]
     assert texts[0].rsplit("\n", 1)[0] == texts[1].rsplit("\n", 1)[0]
 
@@ -84,12 +84,12 @@ def test_demo_shows_equal_texts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", str(EMBEDDED), "--prompt", "x", "-t", "-1"], "temperature is -1.0"),
+        (["generate", str(FIRST_FAMILY), "--prompt", "x", "-t", "-1"], "temperature is -1.0"),
         (["inspect", "no-such-folder"], "no-such-folder"),
         (["generate", "no-such-folder", "--prompt", "x"], "no-such-folder"),
-        (["generate", str(EMBEDDED), "--prompt", ""], "empty"),
-        (["generate", str(EMBEDDED), "--prompt", "x", "--drafter", "dflash3"], "dflash3"),
-        (["generate", str(EMBEDDED), "--prompt", "x", "--dtype", "int7"], "int7"),
+        (["generate", str(FIRST_FAMILY), "--prompt", ""], "empty"),
+        (["generate", str(FIRST_FAMILY), "--prompt", "x", "--drafter", "dflash3"], "dflash3"),
+        (["generate", str(FIRST_FAMILY), "--prompt", "x", "--dtype", "int7"], "int7"),
     ],
 )
 def test_mistakes_are_sentences(arguments: list[str], words: str) -> None:
@@ -99,5 +99,7 @@ def test_mistakes_are_sentences(arguments: list[str], words: str) -> None:
 
 
 def test_the_embedded_model_is_in_the_package() -> None:
-    for name in ("model.onnx", "dflash2.onnx", "tokenizer.json", "prompts.json", "MODEL_CARD.md"):
-        assert (Path(EMBEDDED) / name).is_file()
+    for name in ("target/tokenizer.json", "prompts.json", "MODEL_CARD.md"):
+        assert (EMBEDDED / name).is_file()
+    facts = json.loads(runner.invoke(app, ["inspect", str(EMBEDDED), "--json"]).stdout)
+    assert facts["problems"] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import jaxdraft
 from jaxdraft import EMBEDDED
 from jaxdraft.cli import embedded_prompts
-from tests.paths import artifact, artifact_names
+from tests.paths import FIRST_FAMILY, artifact, artifact_names, first_prompts
 
 SURE = 1e-3
 """Greedy tokens may differ where the reference's two best logits are closer than this."""
@@ -128,19 +127,41 @@ def test_end_to_end_round_by_round(name: str) -> None:
     assert int(out.stats.proposed[0]) == int(golden["e2e/draft_width"].sum())
 
 
-def test_the_embedded_family_drafts_as_it_was_trained_to() -> None:
-    """Six held-out prompts: greedy tokens, first drafts, and the accepted drafts of every round."""
-    model = jaxdraft.load(EMBEDDED)
-    prompts: list[dict[str, Any]] = embedded_prompts()
+def assert_rounds(found: np.ndarray, expected: list[list[int]]) -> None:
+    """The accepted drafts of every round of every row but its last, which may be cut to fit."""
+    for row, rounds in zip(found, expected, strict=True):
+        ran = row[row >= 0].tolist()
+        assert ran[:-1] == rounds[: len(ran) - 1]
+
+
+def test_the_first_family_drafts_as_it_was_trained_to() -> None:
+    """Six held-out prompts, against runs of PyTorch: tokens, and the drafts of every round."""
+    model = jaxdraft.load(FIRST_FAMILY)
+    prompts = first_prompts()
     out = jaxdraft.generate(
         model, [p["prompt_ids"] for p in prompts], max_new_tokens=64, stop_ids=(), trace=True
     )
     assert out.ids() == [p["greedy"] for p in prompts]
-    for accepted, prompt in zip(np.asarray(out.trace.accepted), prompts, strict=True):
-        found = accepted[accepted >= 0].tolist()
-        # The last round of the reference may run past the 64 tokens; ours is cut to fit.
-        expected = prompt["dflash2"]["accepted_per_round"]
-        assert found[:-1] == expected[: len(found) - 1]
+    assert_rounds(
+        np.asarray(out.trace.accepted), [p["dflash2"]["accepted_per_round"] for p in prompts]
+    )
     rate = jaxdraft.summarize(out.stats).tokens_per_round
     assert rate is not None and rate > 2.5
-    assert json.loads((EMBEDDED / "genai_config.json").read_text())["model"]["dflash2"]
+
+
+@pytest.mark.parametrize(("drafter", "least"), [("dflash2", 4.2), ("dspark", 3.5), ("mtp", 2.9)])
+def test_the_embedded_family_drafts_as_it_was_trained_to(drafter: str, least: float) -> None:
+    """Tokens of transformers, in float32 unasked, and our own accepted drafts round by round."""
+    model = jaxdraft.load(EMBEDDED, drafter=drafter)
+    stored = json.loads((EMBEDDED / "prompts.json").read_text(encoding="utf-8"))
+    prompts = embedded_prompts()
+    assert len(prompts) == 6 and min(p["min_margin"] for p in prompts) >= SURE
+    assert model.drafter.draft_tokens == stored["drafts_per_round"][drafter]
+    out = jaxdraft.generate(
+        model, [p["prompt_ids"] for p in prompts], max_new_tokens=64, stop_ids=(), trace=True
+    )
+    assert out.ids() == [p["greedy"] for p in prompts]
+    assert out.texts() == [p["greedy_text"] for p in prompts]
+    assert_rounds(np.asarray(out.trace.accepted), [p["accepted"][drafter] for p in prompts])
+    rate = jaxdraft.summarize(out.stats).tokens_per_round
+    assert rate is not None and rate > least

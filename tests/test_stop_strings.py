@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model, Sampling, generate, stream
+from jaxdraft import Model, Sampling, generate, stream
 from jaxdraft.stop_strings import Holder, StopText, byte_automaton, cut, run, token_automaton
 from jaxdraft.testing import tiny_model
+from tests.paths import FIRST_FAMILY
 
 WORDS = st.text("ab", min_size=1, max_size=4)
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return jaxdraft.load(EMBEDDED)
+    return jaxdraft.load(FIRST_FAMILY)
 
 
 @given(strings=st.lists(WORDS, min_size=1, max_size=4), text=st.text("abc", max_size=16))

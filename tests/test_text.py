@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 
 import jax
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxdraft.text import Text
+from tests.paths import FIRST_FAMILY, first_prompts
 
-TRAINED = Path(str(resources.files("jaxdraft"))) / "data" / "trained"
-PROMPTS = json.loads((TRAINED / "prompts.json").read_text(encoding="utf-8"))["prompts"]
 USER = {"role": "user", "content": "Hi"}
 
 # -------------------------------------------------------------------------------- tiny tokenizers
@@ -85,7 +83,7 @@ def words_with(decoder: decoders.Decoder | None) -> Tokenizer:
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "trained": lambda: Tokenizer.from_file(str(TRAINED / "tokenizer.json")),
+    "trained": lambda: Tokenizer.from_file(str(FIRST_FAMILY / "tokenizer.json")),
     "byte level": lambda: byte_level("🙂", "é", " the"),
     "byte level, digits": lambda: byte_level("🙂", digits=True),
     "sentencepiece": sentencepiece,
@@ -118,8 +116,8 @@ def write(
 
 
 def test_prompts_of_the_trained_model():
-    text = Text.from_folder(TRAINED)
-    for prompt in PROMPTS:
+    text = Text.from_folder(FIRST_FAMILY)
+    for prompt in first_prompts():
         assert text.encode(prompt["text"]) == prompt["prompt_ids"]
         assert text.decode(prompt["prompt_ids"]) == prompt["text"]
         assert text.decode(prompt["greedy"]) == prompt["greedy_text"]
@@ -140,7 +138,7 @@ def test_digits_are_split_one_by_one():
 
 
 def test_ids_may_be_arrays():
-    text = Text.from_folder(TRAINED)
+    text = Text.from_folder(FIRST_FAMILY)
     ids = text.encode("import os\n")
     expected = text.decode(ids)
     assert text.decode(np.asarray(ids, np.uint16)) == expected
@@ -158,7 +156,7 @@ def test_ids_that_are_none(ids: object):
 
 
 def test_special_and_unknown_ids_read_as_nothing():
-    text = Text.from_folder(TRAINED)
+    text = Text.from_folder(FIRST_FAMILY)
     ids = text.encode("x <|im_end|>")
     assert ids[-1] == 2
     assert text.decode([*ids, 511]) == "x "  # the model's vocabulary has 512 entries
@@ -180,10 +178,10 @@ def test_is_a_static_field():
         traces += 1
         return dataclasses.replace(model, weight=model.weight * 2)
 
-    text = Text.from_folder(TRAINED)
+    text = Text.from_folder(FIRST_FAMILY)
     assert doubled(doubled(Model(jnp.ones(2), text))).text is text
     assert traces == 1
-    doubled(Model(jnp.ones(2), Text.from_folder(TRAINED)))  # equal files are another text
+    doubled(Model(jnp.ones(2), Text.from_folder(FIRST_FAMILY)))  # equal files are another text
     assert traces == 2
     with pytest.raises(AttributeError):
         text.source = "elsewhere"  # pyrefly: ignore[read-only]
@@ -323,7 +321,7 @@ def adds_bos() -> Tokenizer:
 
 
 def test_trained_chat():
-    text = Text.from_folder(TRAINED)
+    text = Text.from_folder(FIRST_FAMILY)
     shown = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert text.render([USER]) == shown
     assert text.chat([USER]) == text.encode(shown)

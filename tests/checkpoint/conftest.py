@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from jaxdraft import EMBEDDED, Model
+from jaxdraft import Model
 from jaxdraft.checkpoint import save
 from jaxdraft.config import MlpConfig, MoeConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
+from tests.paths import FIRST_FAMILY
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -35,15 +36,17 @@ def saved(family: dict[str, Model], tmp_path_factory: pytest.TempPathFactory) ->
     """The whole family in one checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoint") / "family"
     drafters = [family[kind].drafter for kind in ("dspark", "mtp")]
-    save(family["dflash2"], folder, drafters=drafters, tokenizer=EMBEDDED)
+    save(family["dflash2"], folder, drafters=drafters, tokenizer=FIRST_FAMILY)
     return folder
 
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of which the embedded artifact was exported, tensor by tensor as it was."""
-    write = runpy.run_path(str(EXPERIMENTS / "trained_checkpoint.py"))["write"]
-    return write(tmp_path_factory.mktemp("checkpoint") / "trained")
+    """The checkpoint of which the first family was exported, tensor by tensor as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXPERIMENTS)
+        write = importlib.import_module("trained_checkpoint").write
+    return write(tmp_path_factory.mktemp("checkpoint") / "first_family")
 
 
 @pytest.fixture

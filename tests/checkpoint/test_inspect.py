@@ -15,10 +15,11 @@ import jaxdraft
 from convert import ArtifactError, inspect_folder
 from convert.checkpoint import load_checkpoint
 from convert.graph import DataFiles
-from jaxdraft import EMBEDDED, Model, plan
+from jaxdraft import Model, plan
 from jaxdraft.checkpoint import save
 from jaxdraft.cli import app
 from tests.checkpoint.common import edit_json, edit_tensors
+from tests.paths import FIRST_FAMILY
 
 KINDS = ["dflash2", "dspark", "mtp", "none"]
 
@@ -148,7 +149,7 @@ def test_drafters_that_are_not_there(saved: Path) -> None:
     with pytest.raises(ValueError, match="no such drafter.*expected dflash2, dspark, mtp, none"):
         inspect_folder(saved, "eagle")
     with pytest.raises(ValueError, match="only a checkpoint has several to choose from"):
-        plan(EMBEDDED, drafter="dflash2", memory="1GiB")
+        plan(FIRST_FAMILY, drafter="dflash2", memory="1GiB")
     with pytest.raises(ValueError, match="a loaded model has one"):
         plan(jaxdraft.load(saved), drafter="dspark", memory="1GiB")
     with pytest.raises(FileNotFoundError):

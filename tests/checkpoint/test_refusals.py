@@ -16,10 +16,10 @@ import jaxdraft
 from convert import ArtifactError
 from convert.errors import Problems
 from convert.hub_config import read_block, read_target
-from jaxdraft import EMBEDDED
 from jaxdraft.checkpoint import save
 from jaxdraft.checkpoint.layout import block_layout, target_layout
 from tests.checkpoint.common import edit_json, edit_tensors
+from tests.paths import FIRST_FAMILY
 
 Json = dict[str, Any]
 Tensors = dict[str, np.ndarray]
@@ -357,7 +357,7 @@ def test_arguments(saved: Path) -> None:
     with pytest.raises(ValueError, match="packed is True"):
         jaxdraft.load(saved, packed=True)
     with pytest.raises(ValueError, match="only a checkpoint has several"):
-        jaxdraft.load(EMBEDDED, drafter="dflash2")
+        jaxdraft.load(FIRST_FAMILY, drafter="dflash2")
     for dtype in ("int8", "int3"):
         with pytest.raises(ValueError, match=f"dtype is '{dtype}'; expected one of float32, "):
             jaxdraft.load(saved, dtype=dtype)

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model
+from jaxdraft import Model
 from jaxdraft.checkpoint import Rope, save
-from jaxdraft.cli import embedded_prompts
 from jaxdraft.config import AttentionConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 from tests.checkpoint.common import (
@@ -28,32 +27,32 @@ from tests.checkpoint.common import (
     edit_tensors,
 )
 from tests.checkpoint.conftest import MOE
-from tests.paths import artifact
+from tests.paths import FIRST_FAMILY, artifact, first_prompts
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Model:
+def exported() -> Model:
     """Converted from ONNX."""
-    return jaxdraft.load(EMBEDDED)
+    return jaxdraft.load(FIRST_FAMILY)
 
 
 @pytest.fixture(scope="module")
 def trained(original: Path) -> Model:
-    """The checkpoint of which the embedded artifact was exported, stored in bfloat16."""
+    """The checkpoint of which the first family was exported, stored in bfloat16."""
     return jaxdraft.load(original, dtype="float32")
 
 
 def test_a_checkpoint_of_transformers_is_the_converted_artifact(
-    trained: Model, embedded: Model
+    trained: Model, exported: Model
 ) -> None:
-    assert_same(trained, embedded, tables=ROTARY_WITHIN)
-    assert trained.info == embedded.info
+    assert_same(trained, exported, tables=ROTARY_WITHIN)
+    assert trained.info == exported.info
     assert trained.text is not None
 
 
 def test_its_drafts_are_the_golden_ones(trained: Model) -> None:
-    """The program is that of the embedded artifact's golden test, compiled once for both."""
-    prompts = embedded_prompts()
+    """The program is that of the first family's golden test, compiled once for both."""
+    prompts = first_prompts()
     ids = [prompt["prompt_ids"] for prompt in prompts]
     out = jaxdraft.generate(trained, ids, max_new_tokens=64, stop_ids=(), trace=True)
     assert out.ids() == [prompt["greedy"] for prompt in prompts]
@@ -65,11 +64,11 @@ def test_its_drafts_are_the_golden_ones(trained: Model) -> None:
 
 
 def test_a_saved_artifact_has_the_tensors_of_its_checkpoint(
-    embedded: Model, original: Path, tmp_path: Path
+    exported: Model, original: Path, tmp_path: Path
 ) -> None:
-    done = save(embedded, tmp_path / "out")
+    done = save(exported, tmp_path / "out")
     assert done.rounded == {} and done.parts == ("target", "dflash2")
-    assert_same(jaxdraft.load(tmp_path / "out"), embedded, tables=ROTARY_WITHIN)
+    assert_same(jaxdraft.load(tmp_path / "out"), exported, tables=ROTARY_WITHIN)
     for part in done.parts:
         ours, theirs = facts(tmp_path / "out" / part), facts(original / part)
         head = {name for name in theirs if name.startswith("mtp.")}  # the artifact has none
@@ -107,10 +106,10 @@ def facts(folder: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def test_the_settings_are_those_of_transformers(
-    embedded: Model, original: Path, tmp_path: Path
+    exported: Model, original: Path, tmp_path: Path
 ) -> None:
     """Every setting that we write has the value that transformers wrote for the same model."""
-    save(embedded, tmp_path / "out")
+    save(exported, tmp_path / "out")
     ours = json.loads((tmp_path / "out" / "target" / "config.json").read_text())
     theirs = json.loads((original / "target" / "config.json").read_text())
     text, other = ours.pop("text_config"), theirs["text_config"]
@@ -194,7 +193,7 @@ def test_stop_ids_and_tokenizer(saved: Path) -> None:
     model = jaxdraft.load(saved)
     assert model.info.stop_ids == (2, 7) and model.info.name == "family"
     assert model.text is not None
-    assert model.text.encode("def f") == jaxdraft.load(EMBEDDED).text.encode("def f")  # type: ignore[union-attr]
+    assert model.text.encode("def f") == jaxdraft.load(FIRST_FAMILY).text.encode("def f")  # type: ignore[union-attr]
 
 
 def test_shards_are_one_checkpoint(saved: Path, tmp_path: Path) -> None:

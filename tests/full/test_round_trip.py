@@ -61,7 +61,7 @@ def assert_unchanged(round_trip: Any, model: Model, drafter: str, folder: Path) 
 
 
 def families() -> list[tuple[str | None, str]]:
-    """(checkpoint, drafter) of everything that is at hand; None: that of the embedded artifact."""
+    """(checkpoint, drafter) of everything that is at hand; None: that of the first family."""
     found: list[tuple[str | None, str]] = [(None, "dflash2"), (None, "mtp")]
     if folder := os.environ.get("JAXDRAFT_CHECKPOINT"):
         blocks = [d for d in ("dflash2", "dspark") if Path(folder, d).is_dir()]

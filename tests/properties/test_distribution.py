@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 import jaxdraft
-from jaxdraft import EMBEDDED, Model, Sampling, generate, verify
+from jaxdraft import Model, Sampling, generate, verify
 from jaxdraft.base import DraftInfo, Feed, Proposal, Support
 from jaxdraft.sampling import PROPOSALS, distribution
 from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
 from tests.oracle.sampling import adjusted, chi_square, same_source, sequences, truncated
+from tests.paths import FIRST_FAMILY
 
 VOCAB, ROWS, NEW = 6, 20_000, 4
 PROMPT = [3, 1]
@@ -231,7 +232,7 @@ def _sequences(model: Model, prompt: list[int], rows: int, drafter: Any, **optio
 
 def test_the_trained_family_with_drafts_and_without() -> None:
     """First tokens, and sequences of three, of a thousand rows each."""
-    model = jaxdraft.load(EMBEDDED)
+    model = jaxdraft.load(FIRST_FAMILY)
     assert model.text is not None
     prompt = model.text.encode("def __init__(self")
     how = Sampling(temperature=0.7, top_p=0.95)
