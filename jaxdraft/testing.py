@@ -246,11 +246,11 @@ def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
 
 
 def tiny_target_config(**changes: Any) -> TargetConfig:
-    """Three delta-net layers, one full-attention layer, width 32, vocabulary 48, taps 1 and 3."""
+    """Full attention between two delta nets, width 32, vocabulary 48, taps 1 and 2."""
     fields: dict[str, Any] = dict(
         vocab_size=48,
         width=32,
-        layers=("delta_net", "delta_net", "delta_net", "attention"),
+        layers=("delta_net", "attention", "delta_net"),
         attention=AttentionConfig(
             heads=4, kv_heads=2, head_dim=16, rotary_dim=8, gated=True, qk_norm=True, scale=0.25
         ),
@@ -259,7 +259,7 @@ def tiny_target_config(**changes: Any) -> TargetConfig:
         norm_eps=1e-6,
         tied=False,
         context_length=256,
-        taps=(1, 3),
+        taps=(1, 2),
     )
     return TargetConfig(**{**fields, **changes})
 

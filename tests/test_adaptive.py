@@ -197,11 +197,12 @@ def test_around_every_drafter(kind: str) -> None:
     model, prompts = tiny_model(kind), [[1, 2, 3], [4]]
     plain = generate(model, prompts, max_new_tokens=40, drafter="none")
     out = generate(model, prompts, max_new_tokens=40, drafter=AdaptiveDrafter(model.drafter))
-    full = generate(model, prompts, max_new_tokens=40)
     assert out.ids() == plain.ids()
-    assert int(out.stats.proposed.sum()) < int(full.stats.proposed.sum()) / 2, "random drafts"
-    out = generate(model, prompts, drafter=AdaptiveDrafter(NgramDrafter()), max_new_tokens=40)
-    assert out.ids() == plain.ids()
+    most = int(out.stats.rounds.sum()) * model.drafter.draft_tokens
+    assert int(out.stats.proposed.sum()) < most / 2, "random drafts"
+    if kind == "mtp":
+        out = generate(model, prompts, drafter=AdaptiveDrafter(NgramDrafter()), max_new_tokens=40)
+        assert out.ids() == plain.ids()
 
 
 def test_its_numbers_compile_nothing() -> None:

@@ -66,7 +66,8 @@ def test_logits_aux_and_greedy_tokens(name: str) -> None:
         assert_greedy(found, golden, i)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+# Those of the reference's own run are compared with it below, token for token.
+@pytest.mark.parametrize("name", [n for n in DRAFTERS if n not in END_TO_END])
 def test_speculation_is_lossless(name: str) -> None:
     """The same tokens with the artifact's drafter, and without, in one ragged batch."""
     model, golden = load(name)

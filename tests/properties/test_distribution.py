@@ -249,9 +249,9 @@ def test_a_sampled_chain() -> None:
     """MTP draws from its best tokens, each fed on to the next pass."""
     model = tiny_model("mtp", vocab_size=40)
     how = Sampling(temperature=0.3, top_k=8)
-    plain, _ = _sequences(model, [7, 8, 9], 4096, "none", sampling=how, key=1)
-    drafted, summary = _sequences(model, [7, 8, 9], 4096, "auto", sampling=how, key=2)
-    assert summary.accepted > 100
+    plain, _ = _sequences(model, [7, 8, 9], 2048, "none", sampling=how, key=1)
+    drafted, summary = _sequences(model, [7, 8, 9], 2048, "auto", sampling=how, key=2)
+    assert summary.accepted > 50
     left, right = (Counter(map(tuple, x[:, 1:3].tolist())) for x in (plain, drafted))
     assert same_source(left, right) > LIMIT
 
