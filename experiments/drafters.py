@@ -1,7 +1,7 @@
 """Which drafter pays: none, n-gram, MTP, DFlash2, DSpark, side by side on one trained family?
 
-    python experiments/drafters.py                      # the embedded model: none, n-gram, DFlash2
-    python experiments/drafters.py MTP_DIR DSPARK_DIR   # and those of other exports of its target
+    python experiments/drafters.py                      # the embedded family: all of its drafters
+    python experiments/drafters.py FOLDER...            # a checkpoint, or exports of one target
     python experiments/drafters.py --adaptive --result adaptive
 
 Held-out text (files of Python's standard library that nothing was trained on) cut to three prompt
@@ -48,8 +48,8 @@ def cuts(model: Model, length: int, count: int) -> list[list[int]]:
 class Variant:
     """One drafter beside its export of the target, and what its runs said."""
 
-    def __init__(self, model: Model, drafter: str | Drafter, draft_tokens: int | None = None):
-        self.model, self.drafter = model, model.choose(drafter, draft_tokens)
+    def __init__(self, model: Model, drafter: str | Drafter):
+        self.model, self.drafter = model, model.choose(drafter)
         self.said: list[tuple[str, Summary]] = []
 
     def run(self, prompts: list[list[int]], tokens: int) -> None:
@@ -67,15 +67,13 @@ class Variant:
 
 def variants(folders: list[Path], args: argparse.Namespace) -> dict[str, Variant]:
     """By name, plain decoding first."""
-    models = [jaxdraft.load(folder) for folder in [EMBEDDED, *folders]]
-    found = {
-        "none": Variant(models[0], "none"),
-        "ngram": Variant(models[0], "ngram", args.draft_tokens),
-    }
-    for model in models:
-        kind = model.info.drafter
-        chosen = args.draft_tokens if kind == "mtp" else None
-        found[kind] = Variant(model, "auto", chosen)
+    from acceptance import variants as drafters_of
+
+    found: dict[str, Variant] = {}
+    for folder in folders:
+        for kind, (model, drafter) in drafters_of(folder, args.draft_tokens).items():
+            found.setdefault("none", Variant(model, "none"))
+            found.setdefault(kind, Variant(model, drafter))
     if args.adaptive:
         costs = {"round_cost": args.round_cost, "draft_cost": args.draft_cost}
         for name, variant in list(found.items())[1:]:
@@ -187,7 +185,7 @@ def plot(results: dict[int, dict[str, dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     """Measure, check, and write the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folders", nargs="*", type=Path, help="other exports of the target")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: the embedded family")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768])
     parser.add_argument("--prompts", type=int, default=len(FILES))
     parser.add_argument("--tokens", type=int, default=128)
@@ -200,7 +198,7 @@ def main() -> None:
     parser.add_argument("--result", default="drafters", help="name of the files to write")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
-    found = variants(args.folders, args)
+    found = variants(args.folders or [EMBEDDED], args)
     results = {
         length: measure(found, cuts(found["none"].model, length, args.prompts), args)
         for length in args.lengths
