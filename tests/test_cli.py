@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdraft import EMBEDDED
-from jaxdraft.cli import app
+from jaxdraft.cli import _load, app
 from tests.paths import FIRST_FAMILY, artifact
 
 runner = CliRunner()
@@ -103,3 +103,10 @@ def test_the_embedded_model_is_in_the_package() -> None:
         assert (EMBEDDED / name).is_file()
     facts = json.loads(runner.invoke(app, ["inspect", str(EMBEDDED), "--json"]).stdout)
     assert facts["problems"] == []
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
+def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> None:
+    """What ``--drafter`` of every command does with it."""
+    model = _load(EMBEDDED, None, kind)
+    assert model.info.drafter == kind and model.drafter is model.choose(kind)
