@@ -209,10 +209,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = args.checkpoint or trained_checkpoint.write(Path(scratch, "trained"))
+        whose = args.checkpoint.name if args.checkpoint else "first family"
         for drafter in ("dflash2", "dspark", "mtp"):
             if drafter == "mtp" or (checkpoint / drafter).is_dir():
                 model = jaxdraft.load(checkpoint, drafter=drafter, dtype="float32")
-                cases[f"trained family, {drafter}"] = (model, drafter)
+                cases[f"{whose}, {drafter}"] = (model, drafter)
         cases |= {f"{name}, random": small_model(name) for name in SMALL}
         for i, (name, (model, drafter)) in enumerate(cases.items()):
             folder = Path(scratch, str(i))
