@@ -263,16 +263,15 @@ def round(
       logprobs: give log-probabilities, and so many alternatives.
       drafted: it is known that some row has drafts.
     """
-    proposal, first = state.proposal, state.length - 1
-    window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
+    proposal = state.proposal
 
     def with_drafts() -> _Verified:
-        return _verify(target, state, proposal, rules, logprobs)
+        return _verify(target, drafter, state, proposal, rules, logprobs)
 
     def without() -> _Verified:
         nothing = jax.tree.map(lambda x: x[:, :0], (proposal.tokens, proposal.support))
         none = replace(proposal, tokens=nothing[0], support=nothing[1])
-        verified = _verify(target, state, none, rules, logprobs)
+        verified = _verify(target, drafter, state, none, rules, logprobs)
         return _widen(verified, proposal.tokens.shape[1])
 
     declines = getattr(drafter, "declines", False) and proposal.tokens.shape[1] > 0
@@ -280,40 +279,33 @@ def round(
         verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
     else:
         verified = with_drafts()
-    state, out, rows = verified.state, verified.out, verified.rows
-    feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
-    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
-    state, info = _propose(drafter, state, feed)
-    return state, RoundInfo(verified.accepted, rows, info, verified.logprobs)
+    state, info = _propose(drafter, verified.state, verified.feed)
+    return state, RoundInfo(verified.accepted, verified.feed.count, info, verified.logprobs)
 
 
 @struct.dataclass
 class _Verified:
-    """A round up to where the drafter is fed."""
+    """A round up to where the drafter is asked."""
 
-    state: RoundState  # committed
-    out: _Rows
-    rows: jax.Array  # [B] int32, committed and emitted
+    state: RoundState  # committed, and the drafter has what was
+    feed: Feed  # what the drafter was told, count rows of 1 + K
     accepted: jax.Array  # [B] int32; -1: did not run
     logprobs: Logprobs | None
 
 
-@struct.dataclass
-class _Rows:
-    """What a drafter learns of the target's rows."""
-
-    aux: jax.Array | None  # [B, 1 + K, A]
-    hidden: jax.Array | None  # [B, 1 + K, D]
-
-
 def _verify(
-    target: Target, state: RoundState, proposal: Proposal, rules: Rules, logprobs: int | None
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    proposal: Proposal,
+    rules: Rules,
+    logprobs: int | None,
 ) -> _Verified:
-    """Run the target over anchor and drafts, emit what stands, commit it."""
+    """Run the target over anchor and drafts, emit what stands, commit it, tell the drafter."""
     running = state.status == Status.RUNNING
+    first = state.length - 1
     count = jnp.where(running, 1 + proposal.length, 0)
-    window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
+    window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
     out = target.forward(window, count, state.target)
     verdict = _judge(out.logits, state, proposal, rules)
     state, said, rows, accepted = _emit(state, verdict, proposal, rules)
@@ -325,8 +317,10 @@ def _verify(
         rounds=state.stats.rounds + running.astype(jnp.int32),
     )
     state = replace(state, target=memory, stats=stats)
-    spoken = _logprobs(out.logits, said, rows, logprobs)
-    return _Verified(state, _Rows(out.aux, out.hidden), rows, accepted, spoken)
+    feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
+    feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
+    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
+    return _Verified(state, feed, accepted, _logprobs(out.logits, said, rows, logprobs))
 
 
 def _widen(verified: _Verified, drafts: int) -> _Verified:
@@ -336,11 +330,13 @@ def _widen(verified: _Verified, drafts: int) -> _Verified:
         beside = ((0, 0), (0, drafts), *[(0, 0)] * (x.ndim - 2))
         return jnp.pad(x, beside, constant_values=fill)
 
-    spoken = verified.logprobs
+    feed, spoken = verified.feed, verified.logprobs
+    aux, hidden, tokens = jax.tree.map(wide, (feed.aux, feed.hidden, feed.tokens))
     if spoken is not None:
         tops = wide(spoken.top_tokens, NO_TOKEN)
         spoken = Logprobs(wide(spoken.token), tops, wide(spoken.top))
-    return replace(verified, out=jax.tree.map(wide, verified.out), logprobs=spoken)
+    feed = replace(feed, aux=aux, hidden=hidden, tokens=tokens)
+    return replace(verified, feed=feed, logprobs=spoken)
 
 
 def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
@@ -473,7 +469,7 @@ def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, 
 
 
 def _feed(
-    out: TargetOutput | _Rows | None,
+    out: TargetOutput | None,
     tokens: jax.Array | None,
     count: jax.Array,
     first: jax.Array,
