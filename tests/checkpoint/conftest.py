@@ -23,7 +23,8 @@ MLP = MlpConfig(hidden=40)
 @pytest.fixture(scope="session")
 def family() -> dict[str, Model]:
     """A small hybrid target with each of the three drafters, all of random numbers."""
-    target = tiny_target(mlp=MLP)
+    layers = ("delta_net",) * 3 + ("attention",)  # every fourth, as full_attention_interval says
+    target = tiny_target(mlp=MLP, layers=layers, taps=(1, 3))
     return {
         "dflash2": Model.of(target, tiny_drafter(target, "dflash2"), stop_ids=(2, 7)),
         "dspark": Model.of(target, tiny_drafter(target, "dspark", embedding_scale=1.0)),
