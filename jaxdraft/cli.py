@@ -241,7 +241,7 @@ def demo(
     for line in drafted.summary.lines():
         console.print(line)
     console.print(
-        "This model fits into a processor's cache, where eight rows cost nearly eight times one: "
+        "This model fits into a processor's cache, where eight rows cost several times one: "
         "on a CPU it shows what is accepted, not what drafting saves."
     )
 

@@ -18,12 +18,15 @@ from tests.paths import FIRST_FAMILY, artifact, artifact_names, first_prompts
 SURE = 1e-3
 """Greedy tokens may differ where the reference's two best logits are closer than this."""
 
-WITHIN = 1e-3 if "optimization_level=0" in os.environ.get("XLA_FLAGS", "") else 5e-4
-"""Logits and auxiliary states: float32 conditioning of the reference itself, see its `measured`.
+WITHIN = 5e-4
+"""Logits and auxiliary states: float32 conditioning of the reference itself, see its `measured`."""
 
-Compiled without optimization, as conftest.py has it, sums are taken one term after the other, which
-doubles the error: 6.4e-4 in the worst of 8,832 logits of eight layers. `./run test --full` compiles
-what users get.
+UNOPTIMIZED = "optimization_level=0" in os.environ.get("XLA_FLAGS", "")
+WIDER = {"qwen35_8l_paged_fp16_dflash2": 1e-3} if UNOPTIMIZED else {}
+"""Compiled without optimization, as conftest.py has it, sums are taken one term after the other.
+
+That takes the eight-layer export, of which one prompt is conditioned badly, from 1.5e-4 to 6.4e-4.
+`./run test --full` compiles what users get, and allows nobody more than the rest.
 """
 
 BLOCKS = [n for n in artifact_names() if "dflash2" in n or "dspark" in n]
@@ -51,16 +54,17 @@ def assert_greedy(found: list[int], golden: dict[str, np.ndarray], prompt: int) 
 @pytest.mark.parametrize("name", artifact_names())
 def test_logits_aux_and_greedy_tokens(name: str) -> None:
     model, golden = load(name)
+    within = WIDER.get(name, WITHIN)
     prompts = [golden[f"prompt{i}/ids"].tolist() for i in range(4)]
     scored = jaxdraft.score(model, prompts)
     for i, prompt in enumerate(prompts):
         start = int(golden.get(f"prompt{i}/logits_from", 0))
         found = np.asarray(scored.logits)[i, start : len(prompt)]
-        np.testing.assert_allclose(found, golden[f"prompt{i}/logits"], atol=WITHIN, rtol=0)
+        np.testing.assert_allclose(found, golden[f"prompt{i}/logits"], atol=within, rtol=0)
         for key, rows in (("aux", scored.aux_hidden), ("hidden", scored.hidden)):
             if f"prompt{i}/{key}" in golden:
                 found = np.asarray(rows)[i, : len(prompt)]
-                np.testing.assert_allclose(found, golden[f"prompt{i}/{key}"], atol=WITHIN, rtol=0)
+                np.testing.assert_allclose(found, golden[f"prompt{i}/{key}"], atol=within, rtol=0)
     plain = jaxdraft.generate(model, prompts, max_new_tokens=40, stop_ids=(), drafter="none")
     for i, found in enumerate(plain.ids()):
         assert_greedy(found, golden, i)
