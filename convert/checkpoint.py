@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from convert.artifact import CONFIG as ARTIFACT
 from convert.build import abstract, check, split
 from convert.errors import ArtifactError, Problems
-from convert.graph import FLOATS, DataFiles, Tensor
+from convert.graph import FLOATS, INT8, INT64, DataFiles, Tensor, type_name
 from convert.hub_config import CONFIG, BlockFacts, TargetFacts, read_block, read_target
 from convert.load import Loaded, fill_shells
 from convert.parts import Recipes
@@ -30,7 +30,7 @@ from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
 from convert.plan import Shell
 from convert.shards import read_json, read_tensors
 from jaxdraft.checkpoint.files import INDEX, SINGLE
-from jaxdraft.checkpoint.forms import Form, decode, float_dtype
+from jaxdraft.checkpoint.forms import Form, decode, float_dtype, from_int8
 from jaxdraft.checkpoint.layout import (
     MTP,
     ROTARY,
@@ -39,7 +39,9 @@ from jaxdraft.checkpoint.layout import (
     Entry,
     Part,
     block_layout,
+    in_int8,
     mtp_layout,
+    scales_of,
     target_layout,
 )
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
@@ -53,6 +55,9 @@ GENERATION = "generation_config.json"
 _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
 _HEADS: Mapping[DrafterKind, str] = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
 """What the names of the tensors begin with that only this kind of drafter has."""
+
+INTEGERS: Mapping[Form, tuple[int, ...]] = {Form.OFFSETS: (INT64,)}
+"""Forms that are no floats, and what they are stored in."""
 
 _NAMED = 20
 """Tensors that one message names."""
@@ -242,9 +247,10 @@ class PartFolder:
     tensors: Tensors
 
     def stored(self, requested: DTypeLike | None, said: str | None) -> jnp.dtype:
-        """What was asked for, what the configuration says, or what the first matrix is."""
-        first = self.tensors[self.layout[0].parts[0].name]
-        return jnp.dtype(requested if requested is not None else said or FLOATS[first.data_type])
+        """What was asked for, what the configuration says, or what the first tensor is."""
+        types = (self.tensors[part.name].data_type for e in self.layout for part in e.parts)
+        first = FLOATS[next(each for each in types if each in FLOATS)]
+        return jnp.dtype(requested if requested is not None else said or first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,8 +337,19 @@ def _read_block(
         tensors = _without_copies(tensors, target, numbers, problems)
         # A confidence head says how many drafts are worth verifying. We verify all.
         aside = ("confidence_head.",) if kinds[0] == "dspark" else ()
-        _check_tensors(layout, tensors, weights_file(path), aside, problems)
+        scaled = _scaled(layout, tensors) if facts.int8 else ()
+        _check_tensors(layout, tensors, weights_file(path), aside, problems, scaled)
+        if facts.config.draft_vocab_size is not None and not problems:
+            _check_vocabulary(tensors["d2t"], facts.config.vocab_size, problems)
     return BlockFolder(path, layout, tensors, facts)
+
+
+def _check_vocabulary(tensor: Tensor, vocab_size: int, problems: Problems) -> None:
+    ids = decode(tensor.read(), Form.OFFSETS, np.dtype(np.int64))
+    if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
+        found = f"the tokens {', '.join(map(str, ids[:5]))}, ..."
+        expected = f"tokens in 0..{vocab_size - 1}, each greater than the one before"
+        problems.report(tensor.file, "tensor d2t", found, expected)
 
 
 def _without_copies(
@@ -397,25 +414,64 @@ def _stop_ids(folder: Path, target: TargetFacts) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------- tensors
 
 
+def _scaled(layout: Sequence[Entry], tensors: Tensors) -> Collection[str]:
+    """The matrices in eight bits. One that has no scales, or is no int8, is a problem later."""
+    parts = [part for entry in layout if in_int8(entry) for part in entry.parts]
+    return {
+        part.name
+        for part in parts
+        if scales_of(part.name) in tensors
+        or (part.name in tensors and tensors[part.name].data_type == INT8)
+    }
+
+
 def _check_tensors(
-    layout: Sequence[Entry], tensors: Tensors, file: str, aside: tuple[str, ...], problems: Problems
+    layout: Sequence[Entry],
+    tensors: Tensors,
+    file: str,
+    aside: tuple[str, ...],
+    problems: Problems,
+    scaled: Collection[str] = (),
 ) -> None:
-    """The layout's tensors are there, in their shapes, and no others but those put ``aside``."""
+    """The layout's tensors are there, in their shapes, and no others but those put ``aside``.
+
+    Args:
+      layout: of the folder.
+      tensors: in it.
+      file: that messages name.
+      aside: what the names of tensors begin with that are let pass.
+      problems: where to report.
+      scaled: tensors that are in eight bits and have scales.
+    """
     parts = {part.name: part for entry in layout for part in entry.parts}
     found = Problems()
+    forms = {part.name: entry.form for entry in layout for part in entry.parts}
+    rows = {scales_of(name): parts[name].shape[0] for name in scaled}
     for name, part in parts.items():
         tensor = tensors.get(name)
         wanted = f"shape {list(part.shape)}"
+        types = INTEGERS.get(forms[name], FLOATS) if name not in scaled else (INT8,)
         if tensor is None:
             found.report(file, f"tensor {name}", "nothing", wanted)
         elif tensor.shape != part.shape:
             found.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
+        elif tensor.data_type not in types:
+            _report_type(found, tensor, types)
+    for name, count in rows.items():
+        tensor = tensors.get(name)
+        wanted = f"shape [{count}, 1], a scale a row, or [1], one for all"
+        if tensor is None:
+            found.report(file, f"tensor {name}", "nothing", wanted)
+        elif tensor.shape not in ((count, 1), (count,), (1,), ()):
+            found.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
+        elif tensor.data_type not in FLOATS:
+            _report_type(found, tensor, FLOATS)
     hints = {"lm_head.weight": f" ({CONFIG} says tie_word_embeddings)"}
     if not any(name.startswith(MTP) for name in parts):
         hints |= {
             n: f" ({CONFIG} says no mtp_num_hidden_layers)" for n in tensors if n.startswith(MTP)
         }
-    for name in sorted(tensors.keys() - parts.keys()):
+    for name in sorted(tensors.keys() - parts.keys() - rows.keys()):
         if not name.startswith(aside):
             shape = f"shape {list(tensors[name].shape)}"
             wanted = f"no such tensor{hints.get(name, '')}"
@@ -423,6 +479,12 @@ def _check_tensors(
     problems += found[:_NAMED]
     if len(found) > _NAMED:  # of another architecture, and one line a tensor tells no more
         problems.report(file, "tensors", f"{len(found) - _NAMED} more problems", "none")
+
+
+def _report_type(problems: Problems, tensor: Tensor, types: Collection[int]) -> None:
+    expected = " or ".join(type_name(each) for each in types)
+    found = type_name(tensor.data_type)
+    problems.report(tensor.file, f"tensor {tensor.name}", found, expected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,6 +507,25 @@ class Decoded:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A matrix in eight bits; see :func:`jaxdraft.checkpoint.forms.from_int8`."""
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values, self.scales)
+
+    def write(self, out: Array) -> None:
+        convert_into(out, from_int8(self.values.read(), self.scales.read()))
+
+
+@dataclasses.dataclass(frozen=True)
 class Made:
     """Numbers that no file holds."""
 
@@ -461,6 +542,8 @@ class Made:
 
 def _piece(part: Part, form: Form, tensors: Tensors) -> Piece:
     tensor = tensors[part.name]
+    if tensor.data_type == INT8:
+        return Scaled(tensor, tensors[scales_of(part.name)])
     if form is not Form.PLAIN:
         return Decoded(tensor, form)
     # A matrix lets go of its pages while it is copied; see Dense.

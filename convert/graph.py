@@ -37,7 +37,7 @@ FLOAT, UINT8, FLOAT16, BFLOAT16 = (
     TensorProto.FLOAT16,
     TensorProto.BFLOAT16,
 )
-INT32, INT64 = TensorProto.INT32, TensorProto.INT64
+INT8, INT32, INT64 = TensorProto.INT8, TensorProto.INT32, TensorProto.INT64
 INT4, UINT4 = TensorProto.INT4, TensorProto.UINT4
 FLOATS: dict[int, np.dtype] = {
     FLOAT: np.dtype(np.float32),
@@ -52,6 +52,9 @@ _DTYPES: dict[int, np.dtype] = {
     INT32: np.dtype(np.int32),
     INT64: np.dtype(np.int64),
 }
+_STORED = {**_DTYPES, INT8: np.dtype(np.int8)}
+"""What a tensor can be; int8 in checkpoints alone."""
+
 _NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
 
 
@@ -71,7 +74,7 @@ def stored_bytes(data_type: int, shape: Iterable[int]) -> int:
     elements = math.prod(shape)
     if data_type in _NIBBLES:
         return (elements + 1) // 2
-    return elements * _DTYPES[data_type].itemsize
+    return elements * _STORED[data_type].itemsize
 
 
 def unpack_nibbles(packed: Array, count: int, *, signed: bool) -> Array:
@@ -199,7 +202,7 @@ def _decode(raw: Array, data_type: int, shape: tuple[int, ...]) -> Array:
     if data_type in _NIBBLES:
         values = unpack_nibbles(raw, math.prod(shape), signed=data_type == INT4)
         return values.reshape(shape)
-    return raw.view(_DTYPES[data_type]).reshape(shape)
+    return raw.view(_STORED[data_type]).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -75,7 +75,9 @@ _DRAFTER = _SILENT | {
     "max_window_layers",
     "num_attention_heads",
     "num_hidden_layers",
+    "draft_vocab_size",
     "num_key_value_heads",
+    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -147,12 +149,14 @@ class BlockFacts:
       taps: layers of the target whose entering residual it reads.
       rope: its rotary embedding.
       dtype: what it says it is computed in, or None.
+      int8: matrices may be stored in eight bits.
     """
 
     config: BlockDrafterConfig
     taps: tuple[int, ...]
     rope: Rope
     dtype: str | None
+    int8: bool
 
 
 def read_target(body: Mapping[str, Any], *, head_stored: bool, problems: Problems) -> TargetFacts:
@@ -488,6 +492,7 @@ class _Block:
         kinds = ("default",) if dflash2 else ("default", "yarn")
         rope, section = top.rope(_PLAIN_ROPE, kinds)
         section.only("partial_rotary_factor", 1, 1.0)
+        candidates = self._candidates()
         config = BlockDrafterConfig(
             kind="dflash2" if dflash2 else "dspark",
             vocab_size=target.vocab_size,
@@ -499,15 +504,42 @@ class _Block:
             norm_eps=eps,
             block_size=size,
             draft_tokens=size - 1 if dflash2 else size,
-            candidates=self._candidates(),
+            candidates=candidates,
             rank=self._rank(),
             mask_token=block.whole("mask_token_id", 0, target.vocab_size - 1),
             # Positions are the target's, and the tables are made for all of them.
             context_length=target.context_length,
             embedding_scale=shortest(block.number("input_embedding_scale", 1.0)),
             conv=self._conv() if dflash2 else None,
+            draft_vocab_size=self._draft_vocab(candidates),
         )
-        return BlockFacts(config=config, taps=taps, rope=rope, dtype=top.dtype())
+        return BlockFacts(config=config, taps=taps, rope=rope, dtype=top.dtype(), int8=self._int8())
+
+    def _draft_vocab(self, candidates: int) -> int | None:
+        if self.top.body.get("draft_vocab_size") is None:
+            return None
+        return self.top.whole("draft_vocab_size", candidates, self.target.vocab_size)
+
+    def _int8(self) -> bool:
+        """Whether there are matrices in eight bits; of how they are, one way is implemented."""
+        if self.top.body.get("quantization_config") is None:
+            return False
+        whole = self.top.section("quantization_config")
+        whole.only("quant_method", "compressed-tensors")
+        whole.only("format", "int-quantized")
+        whole.only("kv_cache_scheme", None)
+        groups = whole.section("config_groups")
+        for name in groups.body:
+            group = groups.section(name)
+            group.only("input_activations", None)
+            group.only("output_activations", None)
+            weights = group.section("weights")
+            weights.only("num_bits", 8)
+            weights.only("type", "int")
+            weights.only("symmetric", True)
+            weights.only("dynamic", False)
+            weights.only("strategy", "channel", "tensor")
+        return True
 
     def _agree(self, key: str, expected: int) -> None:
         if self.top.whole(key) != expected:

@@ -15,12 +15,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from convert.errors import ArtifactError
-from convert.graph import BFLOAT16, FLOAT, FLOAT16, DataFiles, Place, Tensor
+from convert.graph import BFLOAT16, FLOAT, FLOAT16, INT8, INT64, DataFiles, Place, Tensor
 from convert.paths import contained
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 
-_TYPES = {"F32": FLOAT, "F16": FLOAT16, "BF16": BFLOAT16}
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TYPES = {"F32": FLOAT, "F16": FLOAT16, "BF16": BFLOAT16, "I8": INT8, "I64": INT64}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8}
 _MAX_JSON_BYTES = 1 << 26
 
 
@@ -33,7 +33,7 @@ def read_tensors(folder: Path, files: DataFiles) -> dict[str, Tensor]:
 
     Raises:
       ArtifactError: a file is missing, is not what it says, or leaves the folder; the index and
-        the shards disagree; a tensor is of no float type that is supported.
+        the shards disagree; a tensor is of no type that is supported.
     """
     single, index = (folder / name for name in (SINGLE, INDEX))
     if single.exists() and index.exists():

@@ -225,6 +225,9 @@ class BlockDrafterConfig:
       context_length: positions the rotary table covers.
       embedding_scale: multiplier of the block's embeddings.
       conv: the block convolutions, DFlash2 only.
+      draft_vocab_size: V', if drafts are made of a part of the vocabulary alone, the tokens that
+        text is mostly made of: head and pair scores have V' rows (Zhao et al., "FR-Spec",
+        arXiv:2502.14856; ``draft_vocab_size`` of EAGLE-3). None: of all of it.
     """
 
     kind: Literal["dflash2", "dspark"]
@@ -243,6 +246,20 @@ class BlockDrafterConfig:
     context_length: int
     embedding_scale: float = 1.0
     conv: ConvConfig | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.draft_vocab_size
+        if size is not None and not self.candidates <= size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {size}; expected {self.candidates} (candidates) to "
+                f"{self.vocab_size} (vocab_size)"
+            )
+
+    @property
+    def draftable(self) -> int:
+        """Tokens that a draft can be: V', or V."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def first_row(self) -> int:

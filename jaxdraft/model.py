@@ -192,7 +192,7 @@ def assemble(loaded: Any, folder: Path, *, name: str | None = None) -> Model:
         if loaded.drafter_kind == "mtp":
             drafter = MtpDrafter(mtp=loaded.drafter, **shared)
         else:
-            drafter = BlockDrafter(backbone=loaded.drafter, **shared)
+            drafter = BlockDrafter.of(backbone=loaded.drafter, **shared)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     info = ModelInfo(
         name=name or folder.resolve().name,

@@ -307,8 +307,11 @@ def tiny_drafter(
     )
     config = BlockDrafterConfig(**{**fields, **changes})
     module = (DFlash2 if dflash2 else DSpark)(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    if config.draft_vocab_size is not None:  # spread over the whole vocabulary
+        spread = np.arange(config.draft_vocab_size) * t.vocab_size // config.draft_vocab_size
+        module.vocabulary.set_value(jnp.asarray(spread, jnp.int32))
     embedding, head = _shared(target)
-    return BlockDrafter(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
+    return BlockDrafter.of(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
 
 
 def tiny_mtp(

@@ -189,8 +189,36 @@ def generation_json(stop_ids: tuple[int, ...]) -> Json:
     return {"_from_model_config": True, "eos_token_id": _ids(stop_ids), "use_cache": True}
 
 
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "ignore": [],
+}
+"""``quantization_config`` of matrices in eight bits, one scale a row; activations stay floats."""
+
+
 def block_json(
-    config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope, *, dtype: str
+    config: BlockDrafterConfig,
+    taps: tuple[int, ...],
+    rope: Rope,
+    *,
+    dtype: str,
+    int8: bool = False,
 ) -> Json:
     """``config.json`` of a block drafter.
 
@@ -199,6 +227,7 @@ def block_json(
       taps: the target's layers whose entering residual it reads, in order.
       rope: its rotary embedding.
       dtype: name of the dtype to compute in.
+      int8: the matrices are stored in eight bits.
 
     Raises:
       ValueError: the layout cannot say what ``config`` says.
@@ -228,6 +257,10 @@ def block_json(
             "sliding_window": a.window,
             "layer_types": ["sliding_attention"] * config.layers,
         }
+    if config.draft_vocab_size is not None:
+        json["draft_vocab_size"] = config.draft_vocab_size
+    if int8:
+        json["quantization_config"] = INT8
     block: Json = {
         # Checkpoints name a tap by the layer it leaves, we by the layer it enters.
         "target_layer_ids": [tap - 1 for tap in taps],

@@ -18,6 +18,7 @@ class Form(enum.Enum):
     OFFSET = enum.auto()  # x - 1: Qwen3.5's norms multiply by 1 + w
     LOG = enum.auto()  # log(-x): A_log, the decay scale being -exp(A_log)
     ZERO = enum.auto()  # not at all: a bias the architecture has not
+    OFFSETS = enum.auto()  # int64, token x at place i as x - i: EAGLE-3's d2t
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,6 +57,8 @@ def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
     """
     if form is Form.PLAIN:
         return values.astype(dtype)
+    if form is Form.OFFSETS:
+        return values.astype(dtype) - np.arange(len(values), dtype=dtype)
     wide = values.astype(np.float64)
     if form is Form.OFFSET:
         return (wide - 1.0).astype(np.float32).astype(dtype)
@@ -75,13 +78,41 @@ def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
     """Stored numbers as the parameter's values, rounded once from the exact ones into ``dtype``."""
     if form is Form.PLAIN:
         return stored.astype(dtype)
+    if form is Form.OFFSETS:
+        return (stored + np.arange(len(stored), dtype=stored.dtype)).astype(dtype)
     wide = stored.astype(np.float64)
     return (wide + 1.0 if form is Form.OFFSET else -np.exp(wide)).astype(dtype)
 
 
 def difference(values: Array, stored: Array, form: Form) -> float:
     """By how much reading ``stored`` differs from ``values``, at most."""
-    if form is Form.PLAIN and stored.dtype == values.dtype:
+    if form is Form.OFFSETS or (form is Form.PLAIN and stored.dtype == values.dtype):
         return 0.0
     back = decode(stored, form, values.dtype).astype(np.float32)
     return float(np.max(np.abs(back - values.astype(np.float32)), initial=0.0))
+
+
+def to_int8(matrix: Array, scale_dtype: np.dtype) -> tuple[Array, Array]:
+    """A matrix [out, in] in eight bits: ``matrix ~ values * scale``.
+
+    Symmetric, one scale a row: a row's largest number becomes 127 or -127, an error is half a scale
+    at most. Source: compressed-tensors' format ``int-quantized``, strategy ``channel``.
+
+    Example: the row [0.5, -1.27] has scale 0.01 and the values [50, -127].
+
+    Args:
+      matrix: any float dtype.
+      scale_dtype: of the scales. Values are rounded with the scale as it is stored.
+
+    Returns:
+      int8 [out, in], and scales [out, 1].
+    """
+    wide = matrix.astype(np.float32)
+    scale = (np.abs(wide).max(axis=1, keepdims=True) / 127).astype(scale_dtype)
+    step = np.where(scale == 0, 1, scale.astype(np.float32))  # a row of zeros stays one
+    return np.clip(np.rint(wide / step), -127, 127).astype(np.int8), scale
+
+
+def from_int8(values: Array, scale: Array) -> Array:
+    """What :func:`to_int8` stands for, float32. One scale for all, or one a row."""
+    return values.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)

@@ -5,6 +5,9 @@ an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoi
 kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
 tables are not stored at all: :mod:`jaxdraft.checkpoint.rotary`.
 
+A block drafter's matrices may be stored in eight bits, with a tensor of scales beside each:
+:func:`in_int8` says which. Those of its pair scores are tables, not matrices.
+
 Source: the state dictionaries of transformers' ``qwen3_5``, ``qwen3_5_moe``, ``qwen3`` and
 ``llama``; what the ``dflash2`` and ``dspark`` builders of onnxruntime-genai read.
 """
@@ -218,8 +221,20 @@ def block_layout(config: BlockDrafterConfig) -> list[Entry]:
     return entries
 
 
+def in_int8(entry: Entry) -> bool:
+    """Whether a block drafter's parameter is a matrix of products, in ``torch`` a ``Linear``."""
+    return entry.path[-1] == "weight" and len(entry.shape) == 2
+
+
+def scales_of(name: str) -> str:
+    """Name of the scales of a matrix in eight bits."""
+    return f"{name}_scale"
+
+
 def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:
-    width, vocab, rank = config.width, config.vocab_size, config.rank
+    width, vocab, rank = config.width, config.draftable, config.rank
+    if config.draft_vocab_size is not None:
+        yield _one(("vocabulary",), "d2t", vocab, form=Form.OFFSETS)
     if config.kind == "dflash2":
         selector = "candidate_selector"
         projection = f"{selector}.hidden_projection.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,19 +16,28 @@ from jax.typing import DTypeLike
 from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as words
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
-from jaxdraft.checkpoint.forms import Form, difference, encode, float_dtype
+from jaxdraft.checkpoint.forms import (
+    Form,
+    difference,
+    encode,
+    float_dtype,
+    from_int8,
+    to_int8,
+)
 from jaxdraft.checkpoint.layout import (
     ROTARY,
     TARGET,
     Entry,
     Part,
     block_layout,
+    in_int8,
     mtp_layout,
+    scales_of,
     target_layout,
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import Rope, fits, recover
-from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
@@ -81,6 +91,7 @@ def save(
     tokenizer: str | Path | None = None,
     rope: Mapping[str, Rope] | None = None,
     stop_ids: tuple[int, ...] | None = None,
+    int8: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
@@ -108,6 +119,9 @@ def save(
       rope: rotary embedding of a part ("target", "dflash2", "dspark"). Default: the plain one,
         whose base is found from the tables.
       stop_ids: tokens that end a sequence. Default: the model's.
+      int8: store the matrices of block drafters in eight bits, one scale a row, as
+        compressed-tensors does (``int-quantized``). Drafts change a little, and nothing else can:
+        the target verifies them.
       overwrite: replace ``folder`` if it is a saved checkpoint and nothing else.
       max_shard_bytes: bytes of tensors in one file.
 
@@ -126,7 +140,7 @@ def save(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     check_free(folder, PARTS, overwrite=overwrite)
     rounded: dict[str, float] = {}
-    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, rounded)
+    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, int8, rounded)
     files = _tokenizer_files(model, tokenizer)
     with appearing(folder) as making:
         for name, part in plan.parts.items():
@@ -158,10 +172,11 @@ class _Plan:
         compute_dtype: np.dtype | None,
         ropes: Mapping[str, Rope],
         stop_ids: tuple[int, ...] | None,
+        int8: bool,
         rounded: dict[str, float],
     ):
         self.dtype, self.compute_dtype = dtype, compute_dtype
-        self.ropes, self.rounded = ropes, rounded
+        self.ropes, self.int8, self.rounded = ropes, int8, rounded
         target = model
         if isinstance(model, Model):
             target, drafters = model.target, [model.drafter, *drafters]
@@ -206,7 +221,7 @@ class _Plan:
         head = embedding if config.tied else params["head"]["weight"]
         for what, theirs, ours in (
             ("embedding", drafter.embedding, embedding),
-            ("head", drafter.head, head),
+            ("head", drafter.head, _rows_of(head, drafter)),
         ):
             if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
                 raise ValueError(f"{kind}: the {what} is not the target's, and has no other place")
@@ -249,9 +264,13 @@ class _Plan:
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
         body = words.block_json(
-            config, self.target.config.taps, rope, dtype=(self.compute_dtype or stored).name
+            config,
+            self.target.config.taps,
+            rope,
+            dtype=(self.compute_dtype or stored).name,
+            int8=self.int8,
         )
-        tensors = self._tensors(config.kind, block_layout(config), found)
+        tensors = self._tensors(config.kind, block_layout(config), found, int8=self.int8)
         return _Part({"config.json": body}, tuple(tensors))
 
     def _stored(self, own: DTypeLike) -> np.dtype:
@@ -272,7 +291,9 @@ class _Plan:
             )
         return rope
 
-    def _tensors(self, part: str, layout: Sequence[Entry], found: Parameters) -> Iterator[Tensor]:
+    def _tensors(
+        self, part: str, layout: Sequence[Entry], found: Parameters, *, int8: bool = False
+    ) -> Iterator[Tensor]:
         """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
         for path in sorted(found.keys() - {entry.path for entry in layout} - set(ROTARY), key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
@@ -290,11 +311,34 @@ class _Plan:
                 raise ValueError(f"{label} has shape {leaf.shape}; expected {entry.shape}")
             own = leaf.dtype if entry.form is Form.PLAIN else np.float32
             stored = self._stored(own)
+            if entry.form is Form.OFFSETS:
+                stored = np.dtype(np.int64)
             start = 0
             for piece in entry.parts:
-                make = self._maker(part, leaf, entry.form, start, piece, stored)
-                yield Tensor(piece.name, piece.shape, stored, make)
+                if int8 and in_int8(entry):
+                    yield from self._in_int8(part, leaf, start, piece, stored)
+                else:
+                    make = self._maker(part, leaf, entry.form, start, piece, stored)
+                    yield Tensor(piece.name, piece.shape, stored, make)
                 start += piece.size
+
+    def _in_int8(
+        self, part: str, leaf: Any, start: int, piece: Part, dtype: np.dtype
+    ) -> Iterator[Tensor]:
+        """Two tensors, made together when the first one's turn comes."""
+
+        @functools.cache
+        def both() -> tuple[np.ndarray, np.ndarray]:
+            matrix = np.asarray(leaf).reshape(-1)[start : start + piece.size].reshape(piece.shape)
+            values, scale = to_int8(matrix, dtype)
+            moved = np.abs(from_int8(values, scale) - matrix.astype(np.float32)).max(initial=0)
+            if moved:
+                self.rounded[f"{part}/{piece.name}"] = float(moved)
+            return values, scale
+
+        rows = (piece.shape[0], 1)
+        yield Tensor(piece.name, piece.shape, np.dtype(np.int8), lambda: both()[0])
+        yield Tensor(scales_of(piece.name), rows, dtype, lambda: both()[1])
 
     def _maker(
         self, part: str, leaf: Any, form: Form, start: int, piece: Part, dtype: np.dtype
@@ -308,6 +352,13 @@ class _Plan:
             return np.ascontiguousarray(stored.reshape(piece.shape))
 
         return make
+
+
+def _rows_of(head: Any, drafter: BlockDrafter | MtpDrafter) -> Any:
+    """Of the target's head, what the drafter should have."""
+    if isinstance(drafter, MtpDrafter):
+        return head
+    return draft_head(drafter.backbone, head, drafter.config)
 
 
 def _parameters(params: Any) -> dict[ParameterPath, Any]:

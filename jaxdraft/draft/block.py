@@ -47,7 +47,8 @@ class BlockState:
 class BlockDrafter:
     """A DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
 
-    The embedding and the head are the target's own arrays.
+    The embedding and the head are the target's own arrays. Of the head, a drafter with a draft
+    vocabulary has the rows of those tokens; see :meth:`of`.
 
     ``path`` says which path of the lattice is proposed when drafts are not drawn: "walk", the
     greedy walk, or "best", "probable" or "longest"; see :data:`jaxdraft.draft.lattice.PROPOSALS`.
@@ -58,7 +59,7 @@ class BlockDrafter:
 
     backbone: Frozen[BlockBackbone]
     embedding: jax.Array  # [V, D]
-    head: jax.Array  # [V, D]
+    head: jax.Array  # [V, D], or [V', D]
     config: BlockDrafterConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     path: str = struct.field(pytree_node=False, default="walk")
@@ -66,6 +67,18 @@ class BlockDrafter:
     def __post_init__(self) -> None:
         if self.path not in PROPOSALS:
             raise ValueError(f"path is {self.path!r}; expected one of {', '.join(PROPOSALS)}")
+
+    @classmethod
+    def of(
+        cls,
+        backbone: Frozen[BlockBackbone],
+        embedding: jax.Array,
+        head: jax.Array,
+        config: BlockDrafterConfig,
+        dtype: jnp.dtype,
+    ) -> BlockDrafter:
+        """A drafter beside the target whose ``embedding`` and ``head`` [V, D] are given whole."""
+        return cls(backbone, embedding, draft_head(backbone, head, config), config, dtype)
 
     @property
     def draft_tokens(self) -> int:
@@ -308,10 +321,11 @@ class BlockDrafter:
         # The barrier keeps XLA from merging the slices below into the top-k: it would no longer see
         # that only C entries are wanted, and sort the whole vocabulary.
         values, candidates = lax.optimization_barrier(lax.top_k(logits, width))
-        start = jnp.broadcast_to(anchor[:, None, None], (batch, 1, width))
+        start = backbone.places(anchor)[:, None, None]
+        start = jnp.broadcast_to(start, (batch, 1, width))
         previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)
         pairs = backbone.pair_scores(features, previous, candidates)
-        return Lattice(candidates, pairs + values[:, :, None, :])
+        return Lattice(backbone.tokens(candidates), pairs + values[:, :, None, :])
 
     def step(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
         """``ingest`` then ``propose``, as one compiled program."""
@@ -324,6 +338,15 @@ class BlockDrafter:
             return paged.source(state.cache, layer, state.length)
 
         return source
+
+
+def draft_head(
+    backbone: Frozen[BlockBackbone], head: jax.Array, config: BlockDrafterConfig
+) -> jax.Array:
+    """The rows of the target's head [V, D] that score drafts: all, or the draft vocabulary's."""
+    if config.draft_vocab_size is None:
+        return head
+    return jnp.take(head, backbone.params["vocabulary"], axis=0)
 
 
 def _start(cache: Ring | PagedPool) -> BlockState:

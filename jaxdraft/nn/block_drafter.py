@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import BlockDrafterConfig, ConvConfig
 from jaxdraft.nn.attention import attend
-from jaxdraft.nn.linear import Linear
+from jaxdraft.nn.linear import Linear, Table
 from jaxdraft.nn.mlp import Mlp
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import Rotary, rotary_tables, rotate
@@ -149,6 +149,31 @@ class BlockBackbone(nnx.Module):
             [BlockLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)]
         )
         self.norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
+        if config.draft_vocab_size is not None:  # [V'] int32, ascending
+            self.vocabulary = Table(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
+
+    def tokens(self, ids: jax.Array) -> jax.Array:
+        """Places in the draft vocabulary [...] -> token ids [...]."""
+        if self.config.draft_vocab_size is None:
+            return ids
+        return jnp.take(self.vocabulary[...], ids, axis=0, mode="clip")
+
+    def places(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [...] -> places in the draft vocabulary [...]; V' for a token outside it.
+
+        Example, vocabulary [2, 5, 9]: tokens [5, 6, 9] have the places [1, 3, 2].
+        """
+        if self.config.draft_vocab_size is None:
+            return tokens
+        vocabulary = self.vocabulary[...]
+        at = jnp.searchsorted(vocabulary, tokens).astype(jnp.int32)
+        there = jnp.take(vocabulary, at, axis=0, mode="clip") == tokens
+        return jnp.where(there, at, self.config.draft_vocab_size)
+
+    def codes(self, table: jax.Array, places: jax.Array) -> jax.Array:
+        """Rows [..., R] of a table of pair scores; zero for a token without one."""
+        whole = self.config.draft_vocab_size is None
+        return jnp.take(table, places, axis=0, mode="clip" if whole else "fill", fill_value=0)
 
     def context(
         self, aux: jax.Array, positions: jax.Array
@@ -196,7 +221,7 @@ class BlockBackbone(nnx.Module):
         Args:
           features: [B, K, D], from :meth:`block`.
           previous: [B, K, C] int32, candidates of the step before; step 0: the anchor C times.
-          candidates: [B, K, C] int32.
+          candidates: [B, K, C] int32. Both are places in the draft vocabulary, if there is one.
 
         Returns:
           [B, K, C, C] float32, predecessor first.

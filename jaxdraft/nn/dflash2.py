@@ -17,7 +17,7 @@ class DFlash2(BlockBackbone):
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        shape = (config.vocab_size, config.rank)
+        shape = (config.draftable, config.rank)
         self.hidden_projection = Linear(config.width, config.rank, dtype=dtype, rngs=rngs)
         self.predecessor = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
         self.successor = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
@@ -27,8 +27,8 @@ class DFlash2(BlockBackbone):
     ) -> jax.Array:
         """See :meth:`BlockBackbone.pair_scores`."""
         weight = self.hidden_projection(features)  # [B, K, R]
-        before = jnp.take(self.predecessor[...], previous, axis=0, mode="clip")
-        after = jnp.take(self.successor[...], candidates, axis=0, mode="clip")
+        before = self.codes(self.predecessor[...], previous)
+        after = self.codes(self.successor[...], candidates)
         return jnp.einsum(
             "bkpr,bkcr->bkpc",
             before * weight[:, :, None],

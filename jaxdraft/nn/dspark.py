@@ -17,7 +17,7 @@ class DSpark(BlockBackbone):
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
-        shape = (config.vocab_size, config.rank)
+        shape = (config.draftable, config.rank)
         self.markov_w1 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
         self.markov_w2 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
 
@@ -26,8 +26,8 @@ class DSpark(BlockBackbone):
     ) -> jax.Array:
         """See :meth:`BlockBackbone.pair_scores`."""
         del features
-        before = jnp.take(self.markov_w1[...], previous, axis=0, mode="clip")
-        after = jnp.take(self.markov_w2[...], candidates, axis=0, mode="clip")
+        before = self.codes(self.markov_w1[...], previous)
+        after = self.codes(self.markov_w2[...], candidates)
         return jnp.einsum(
             "bkpr,bkcr->bkpc", before, after, precision=precision(after.dtype)
         ).astype(jnp.float32)

@@ -64,6 +64,9 @@ class DraftLoss:
     * the total variation between the drafts' distribution and the target's at ``temperature``:
       what sampled verification rejects. On sampled sequences only.
 
+    A drafter with a draft vocabulary learns from labels in it; the others have weight zero, and the
+    target's probabilities are those among its tokens.
+
     A sequence's own tokens are the labels. Where they are one draw from a known distribution, the
     share ``soft`` of both cross entropies is taken against the target's probabilities themselves.
 
@@ -102,10 +105,15 @@ class DraftLoss:
         features = block_features(
             backbone, self.embedding, batch.aux, batch.tokens, batch.anchors
         )  # [B, n, K, D]
-        logits = head_logits(features, self.head)
-        labels = following(batch.tokens, batch.anchors, drafts, offset=1)
-        before = following(batch.tokens, batch.anchors, drafts, offset=0)
-        teacher = self._teacher(batch, following(batch.hidden, batch.anchors, drafts, offset=0))
+        head = self.head
+        if config.draft_vocab_size is not None:
+            head = jnp.take(head, backbone.vocabulary[...], axis=0)
+        logits = head_logits(features, head)
+        labels = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=1))
+        before = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=0))
+        known = labels < config.draftable
+        labels = jnp.where(known, labels, 0)
+        teacher = self._teacher(following(batch.hidden, batch.anchors, drafts, offset=0), head)
         nats = self._mixed(logits, labels, teacher, batch.greedy)
 
         _, best = lax.top_k(lax.stop_gradient(logits), config.candidates)
@@ -120,7 +128,7 @@ class DraftLoss:
         ).reshape(candidates.shape)
         scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs
         if isinstance(backbone, DSpark):
-            first = jnp.take(backbone.markov_w1[...], before, axis=0, mode="clip")
+            first = backbone.codes(backbone.markov_w1[...], before)
             bias = matmul(first, backbone.markov_w2[...], out_dtype=jnp.float32)
             selected = self._mixed(logits + bias, labels, teacher, batch.greedy)
         else:
@@ -139,10 +147,11 @@ class DraftLoss:
         overlap = self._overlap(drafted, jnp.take_along_axis(teacher, best, axis=-1), teacher)
         total = self.head_weight * nats + self.pair_weight * selected
         total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
+        found = found & known
         right = found & (jnp.take_along_axis(best, _best(drafted), axis=-1)[..., 0] == labels)
-        return self._weighted(total), {
-            "nats": self._weighted(nats),
-            "pair_nats": self._weighted(selected),
+        return self._weighted(total, known), {
+            "nats": self._weighted(nats, known),
+            "pair_nats": self._weighted(selected, known),
             "recall": jnp.mean(found.astype(jnp.float32), axis=(0, 1)),
             **acceptance(batch.greedy, right, overlap),
         }
@@ -154,7 +163,8 @@ class DraftLoss:
         features = jnp.take_along_axis(rows, (batch.anchors - 1)[..., None, None], axis=1)
         logits = head_logits(features, self.head)
         labels = following(batch.tokens, batch.anchors, self.links, offset=1)
-        teacher = self._teacher(batch, following(batch.hidden, batch.anchors, self.links, offset=0))
+        hidden = following(batch.hidden, batch.anchors, self.links, offset=0)
+        teacher = self._teacher(hidden, self.head)
         nats = self._mixed(logits, labels, teacher, batch.greedy)
         overlap = self._overlap(logits, teacher, teacher)
         total = self.head_weight * nats
@@ -165,9 +175,10 @@ class DraftLoss:
             **acceptance(batch.greedy, right, overlap),
         }
 
-    def _teacher(self, batch: Continuations, hidden: jax.Array) -> jax.Array:
+    @staticmethod
+    def _teacher(hidden: jax.Array, head: jax.Array) -> jax.Array:
         """The target's logits [B, n, K, V]."""
-        return lax.stop_gradient(head_logits(hidden, self.head))
+        return lax.stop_gradient(head_logits(hidden, head))
 
     def _mixed(
         self, logits: jax.Array, labels: jax.Array, teacher: jax.Array, greedy: jax.Array
@@ -198,9 +209,11 @@ class DraftLoss:
         """Zero on greedy sequences."""
         return jnp.where(batch.greedy[:, None, None], 0.0, values)
 
-    def _weighted(self, values: jax.Array) -> jax.Array:
-        """Weighted mean of [B, n, K] over drafts, plain over blocks."""
+    def _weighted(self, values: jax.Array, known: jax.Array | None = None) -> jax.Array:
+        """Weighted mean of [B, n, K] over drafts, plain over blocks; zero where not ``known``."""
         weight = jnp.exp(-jnp.arange(values.shape[-1], dtype=jnp.float32) / self.decay)
+        if known is not None:
+            values = jnp.where(known, values, 0.0)
         return jnp.sum(jnp.mean(values, axis=(0, 1)) * weight) / jnp.sum(weight)
 
 

@@ -114,16 +114,30 @@ def make_step(
     """
 
     def step(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        def of(params: Any) -> tuple[jax.Array, Metrics]:
-            return loss(Frozen(params, frozen.structure)(), batch)
+        leaves, tree = jax.tree.flatten(state.params)
+        floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
-        (value, metrics), gradient = jax.value_and_grad(of, has_aux=True)(state.params)
+        def whole(found: list[jax.Array], rest: list[jax.Array]) -> Any:
+            each = iter(found), iter(rest)
+            return tree.unflatten([next(each[0] if is_float else each[1]) for is_float in floats])
+
+        def of(params: list[jax.Array]) -> tuple[jax.Array, Metrics]:
+            return loss(Frozen(whole(params, integers), frozen.structure)(), batch)
+
+        moving, integers = (
+            [leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float == wanted]
+            for wanted in (True, False)
+        )
+        (value, metrics), found = jax.value_and_grad(of, has_aux=True)(moving)
+        gradient = whole(found, [jnp.zeros(leaf.shape) for leaf in integers])
         # optax counts on Python's promotion of numbers, which strict settings refuse.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, memory = transform.update(gradient, state.optimizer, state.params)
-        updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
+        updates = jax.tree.map(
+            lambda u, p: (u * rate.astype(u.dtype)).astype(p.dtype), updates, state.params
+        )
         params = constrain(optax.apply_updates(state.params, updates))
-        norm = optax.tree.norm(gradient)
+        norm = optax.tree.norm(found)
         return TrainState(state.step + 1, params, memory), {
             "loss": value,
             "gradient": norm,

@@ -16,8 +16,10 @@ import jaxdraft
 from convert import ArtifactError
 from convert.errors import Problems
 from convert.hub_config import read_block, read_target
+from jaxdraft import Model
 from jaxdraft.checkpoint import save
 from jaxdraft.checkpoint.layout import block_layout, target_layout
+from jaxdraft.testing import tiny_drafter, tiny_target
 from tests.checkpoint.common import edit_json, edit_tensors
 from tests.paths import FIRST_FAMILY
 
@@ -133,7 +135,13 @@ DRAFTERS: list[tuple[str, Callable[[Json], None], str]] = [
     ("dspark", put("block_size", value=0), "block_size: found 0, expected an integer in 1..4096"),
     ("dspark", put("markov_head_type", value="gated"), 'found "gated", expected "vanilla"'),
     ("dspark", put(BLOCK, "conv_kernel_size", value=2), "conv_kernel_size: found an unknown key"),
-    ("dspark", put("draft_vocab_size", value=32), "draft_vocab_size: found an unknown key"),
+    ("dspark", put("draft_vocab_size", value=32), "tensor d2t: found nothing, expected shape [32]"),
+    (
+        "dspark",
+        put("draft_vocab_size", value=2),
+        "draft_vocab_size: found 2, expected an integer in",
+    ),
+    ("dflash2", put("quantization_config", value=[]), "quantization_config: found [], expected an"),
     ("dspark", put("use_sliding_window", value=True), "sliding_window: found nothing"),
 ]
 
@@ -162,7 +170,7 @@ def replaced(name: str, array: np.ndarray) -> Callable[[Tensors], None]:
 WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("target", missing(NORM), f"target/model.safetensors: tensor {NORM}: found nothing, expected "),
     ("target", replaced(NORM, np.zeros((32, 1), np.float32)), "found shape [32, 1], expected shap"),
-    ("target", replaced(NORM, np.zeros(32, np.int8)), f"tensor {NORM}: found I8, expected one of"),
+    ("target", replaced(NORM, np.zeros(32, np.int8)), f"tensor {NORM}: found INT8, expected FLOAT"),
     (
         "target",
         replaced(NORM, np.zeros(32, np.float64)),
@@ -363,3 +371,90 @@ def test_arguments(saved: Path) -> None:
             jaxdraft.load(saved, dtype=dtype)
     with pytest.raises(ValueError, match="expected dflash2, dspark, mtp, none, or a folder"):
         jaxdraft.load(saved, drafter="dflash3")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A drafter with a draft vocabulary and matrices in eight bits, to spoil."""
+    target = tiny_target()
+    model = Model.of(target, tiny_drafter(target, draft_vocab_size=20))
+    return save(model, tmp_path / "small", int8=True).folder
+
+
+GROUP = ("quantization_config", "config_groups", "group_0")
+SMALL: list[tuple[Callable[[Json], None], str]] = [
+    (
+        put("quantization_config", "quant_method", value="gptq"),
+        'quant_method: found "gptq", expect',
+    ),
+    (
+        put("quantization_config", "format", value="pack-quantized"),
+        'format: found "pack-quantized"',
+    ),
+    (
+        put("quantization_config", "kv_cache_scheme", value={}),
+        "kv_cache_scheme: found {}, expected",
+    ),
+    (put(*GROUP, "input_activations", value={"num_bits": 8}), "input_activations: found"),
+    (put(*GROUP, "weights", "num_bits", value=4), "weights.num_bits: found 4, expected 8"),
+    (put(*GROUP, "weights", "symmetric", value=False), "symmetric: found false, expected true"),
+    (
+        put(*GROUP, "weights", "strategy", value="group"),
+        'found "group", expected "channel" or "ten',
+    ),
+    (drop(*GROUP, "weights"), "group_0.weights: found nothing, expected an object"),
+    (drop("quantization_config"), "tensor fc.weight: found INT8, expected FLOAT or FLOAT16"),
+    (drop("draft_vocab_size"), "predecessor_codebook: found shape [20, 8], expected shape [48, 8]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), SMALL)
+def test_settings_of_a_small_drafter(
+    change: Callable[[Json], None], message: str, small: Path
+) -> None:
+    edit_json(small / "dflash2" / "config.json", change)
+    assert message in refused(small)
+
+
+def typed(name: str, dtype: type) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensors[name].astype(dtype)})
+
+
+def tokens(*ids: int) -> Callable[[Tensors], None]:
+    """The draft vocabulary begins with other tokens."""
+
+    def change(tensors: Tensors) -> None:
+        tensors["d2t"][: len(ids)] = np.asarray(ids) - np.arange(len(ids))
+
+    return change
+
+
+SMALL_WEIGHTS: list[tuple[Callable[[Tensors], None], str]] = [
+    (missing("fc.weight_scale"), "tensor fc.weight_scale: found nothing, expected shape [32, 1]"),
+    (
+        replaced("fc.weight_scale", np.zeros(7, np.float32)),
+        "found shape [7], expected shape [32, 1]",
+    ),
+    (typed("fc.weight_scale", np.int64), "tensor fc.weight_scale: found INT64, expected FLOAT"),
+    (typed("fc.weight", np.float32), "tensor fc.weight: found FLOAT, expected INT8"),
+    (typed("norm.weight", np.int8), "tensor norm.weight: found INT8, expected FLOAT"),
+    (typed("d2t", np.float32), "tensor d2t: found FLOAT, expected INT64"),
+    (missing("d2t"), "tensor d2t: found nothing, expected shape [20]"),
+    (
+        tokens(0, 0),
+        "tensor d2t: found the tokens 0, 0, 4, 7, 9, ..., expected tokens in 0..47, each",
+    ),
+    (tokens(-1), "found the tokens -1, 2, 4"),
+    (
+        lambda tensors: tensors["d2t"].__setitem__(19, 48),
+        "found the tokens 0, 2, 4, 7, 9, ..., exp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), SMALL_WEIGHTS)
+def test_tensors_of_a_small_drafter(
+    change: Callable[[Tensors], None], message: str, small: Path
+) -> None:
+    edit_tensors(small / "dflash2" / "model.safetensors", change)
+    assert message in refused(small)

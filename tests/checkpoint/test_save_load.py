@@ -344,3 +344,59 @@ def test_tables_of_no_plain_base_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dspark: the rotary tables are not those of Rope"):
         save(model, tmp_path / "out", rope={"dspark": wrong})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_a_draft_vocabulary(kind: str, tmp_path: Path) -> None:
+    target = tiny_target()
+    scale = {} if kind == "dflash2" else {"embedding_scale": 1.0}
+    model = Model.of(target, tiny_drafter(target, kind, draft_vocab_size=20, **scale))
+    assert save(model, tmp_path / "out").rounded == {}
+    config = json.loads((tmp_path / "out" / kind / "config.json").read_text())
+    assert config["draft_vocab_size"] == 20 and config["vocab_size"] == 48
+    stored = load_file(tmp_path / "out" / kind / "model.safetensors")["d2t"]
+    ids = np.asarray(model.drafter.backbone.params["vocabulary"])  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(stored + np.arange(20), ids)
+    again = jaxdraft.load(tmp_path / "out")
+    assert_same(again, model, tables=2e-5)
+    head = model.target.decoder.params["head"]["weight"]  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(again.drafter.head, head[ids])  # type: ignore[attr-defined]
+    other = dataclasses.replace(model.drafter, head=head[:20])  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="the head is not the target's"):
+        save(target, tmp_path / "other", drafters=[other])
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_matrices_in_eight_bits(kind: str, saved: Path, tmp_path: Path) -> None:
+    """Rounded by half a scale; norms and tables as they were; read and saved again, the same."""
+    model = jaxdraft.load(saved, drafter=kind)
+    done = save(model, tmp_path / "out", int8=True)
+    types = facts(tmp_path / "out" / kind)
+    matrices = {name for name, (_, dtype) in types.items() if dtype == "I8"}
+    assert {
+        "fc.weight",
+        "layers.1.self_attn.v_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+    } < matrices
+    zero = {name for name in matrices if "kernel_projection" in name}  # of a fresh convolution
+    assert set(done.rounded) == {f"{kind}/{name}" for name in matrices - zero}
+    assert {f"{name}_scale" for name in matrices} == {n for n in types if n.endswith("_scale")}
+    assert types["norm.weight"][1] == "F32" and not any(
+        "I8" in v for v in facts(tmp_path / "out" / "target").values()
+    )
+    again = jaxdraft.load(tmp_path / "out")
+    stored = load_file(tmp_path / "out" / kind / "model.safetensors")
+    ours, theirs = arrays_of(again), arrays_of(model)
+    fc = "['drafter']['fc']['weight']"
+    assert ours[fc].dtype == np.float32
+    error = np.abs(ours[fc] - theirs[fc])
+    assert (error <= stored["fc.weight_scale"] * 0.5001).all() and error.max() > 0
+    table = "['drafter']['successor']" if kind == "dflash2" else "['drafter']['markov_w2']"
+    np.testing.assert_array_equal(ours[table], theirs[table])
+    twice = save(again, tmp_path / "twice", int8=True)
+    assert max(twice.rounded.values(), default=0.0) < 1e-7
+    # In half the type, scales of half the type.
+    save(model, tmp_path / "half", int8=True, dtype="bfloat16")
+    assert facts(tmp_path / "half" / kind)["fc.weight_scale"][1] == "BF16"
+    narrow = jaxdraft.load(tmp_path / "half")
+    assert arrays_of(narrow)[fc].dtype == jnp.bfloat16
