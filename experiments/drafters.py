@@ -24,6 +24,7 @@ from typing import Any
 
 import matplotlib
 from common import HERE, interleave, table, write_result
+from figures import shrink
 
 import jaxdraft
 from jaxdraft import EMBEDDED, AdaptiveDrafter, Drafter, Model, Summary
@@ -180,6 +181,7 @@ def plot(results: dict[int, dict[str, dict[str, Any]]], path: Path) -> None:
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     figure.savefig(path, dpi=120)
+    shrink(path)
 
 
 def main() -> None:

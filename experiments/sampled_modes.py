@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from common import HERE, first_family, table, write_result
+from figures import shrink
 
 import jaxdraft
 from jaxdraft import Model, Sampling
@@ -95,6 +96,7 @@ def main() -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(HERE / "sampled_modes.png", dpi=120)
+    shrink(HERE / "sampled_modes.png")
     body += "\n\n![tokens a round over temperature](sampled_modes.png)"
     write_result(__file__, "Tokens a round when tokens are sampled", body)
 
