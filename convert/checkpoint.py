@@ -45,6 +45,7 @@ from jaxdraft.checkpoint.layout import (
     target_layout,
 )
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
+from jaxdraft.model import SMOLLM2_DRAFTER
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
@@ -58,6 +59,9 @@ _HEADS: Mapping[DrafterKind, str] = {"dflash2": "candidate_selector.", "dspark":
 
 INTEGERS: Mapping[Form, tuple[int, ...]] = {Form.OFFSETS: (INT64,)}
 """Forms that are no floats, and what they are stored in."""
+
+SHIPPED = {"smollm2": SMOLLM2_DRAFTER}
+"""Drafters that come with the package, for targets that do not."""
 
 _NAMED = 20
 """Tensors that one message names."""
@@ -89,8 +93,8 @@ def load_checkpoint(
         target, or a folder ``target`` that does. Block drafters are looked for in folders
         ``dflash2`` and ``dspark`` beside or inside it; a multi-token-prediction head lies in the
         target's own files.
-      drafter: "dflash2", "dspark", "mtp" or "none"; or the folder of a block drafter. Default: the
-        first of these that is there.
+      drafter: "dflash2", "dspark", "mtp" or "none"; the folder of a block drafter; or the name of
+        one in :data:`SHIPPED`. Default: the first kind that is there.
       dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
         stored one, for the target and for the drafter on its own.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
@@ -310,9 +314,10 @@ def _choose(
             return None
         if drafter in found:
             return "mtp" if drafter == "mtp" else found[drafter]
+        drafter = SHIPPED.get(drafter, drafter)
     if (Path(drafter) / CONFIG).is_file():
         return Path(drafter)
-    names = ", ".join([*found, "none"])
+    names = ", ".join([*found, "none", *SHIPPED])
     raise ValueError(
         f"drafter is {str(drafter)!r}: there is no such drafter at {folder}, and no {CONFIG} in a "
         f"folder of that name; expected {names}, or a folder"

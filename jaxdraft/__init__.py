@@ -26,7 +26,7 @@ from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
-from jaxdraft.model import EMBEDDED, Model, ModelInfo, load
+from jaxdraft.model import EMBEDDED, SMOLLM2_DRAFTER, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling
@@ -36,6 +36,7 @@ __version__ = version("jaxdraft")
 
 __all__ = [
     "EMBEDDED",
+    "SMOLLM2_DRAFTER",
     "AdaptiveDrafter",
     "DraftInfo",
     "Drafter",

@@ -44,7 +44,11 @@ DTypeOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
 DrafterOption = Annotated[
-    str, typer.Option(help="auto, none, ngram, or the kind of a drafter that the model has.")
+    str,
+    typer.Option(
+        help="auto, none, ngram, or a kind that the model has; of a checkpoint, also a drafter's "
+        "folder, or smollm2."
+    ),
 ]
 
 
@@ -135,7 +139,7 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
     with _friendly():
-        model = _load(folder, dtype, drafter)
+        model, drafter = _load(folder, dtype, drafter)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -179,13 +183,24 @@ def save(
     dtype: Annotated[
         str | None, typer.Option(help="Of the stored tensors; default: the model's.")
     ] = None,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Matrices of block drafters in eight bits.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
 ) -> None:
-    """Write a model as checkpoints (config.json and safetensors), for exporters and runtimes."""
+    """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
+    from convert.checkpoint import is_checkpoint, plan_checkpoint
     from jaxdraft.checkpoint import save as save_checkpoint
 
     with _friendly():
-        done = save_checkpoint(_load(folder, None), out, dtype=dtype, overwrite=overwrite)
+        model, _ = _load(folder, None)
+        others = []
+        if is_checkpoint(folder):
+            kinds = plan_checkpoint(folder, "none").drafters
+            others = [_load(folder, None, k)[0].drafter for k in kinds if k != model.info.drafter]
+        done = save_checkpoint(
+            model, out, drafters=others, dtype=dtype, int8=int8, overwrite=overwrite
+        )
     for part in done.parts:
         console.print(f"wrote {done.folder / part}")
     if done.rounded:
@@ -206,7 +221,7 @@ def bench(
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
     with _friendly():
-        model = _load(folder, dtype, drafter)
+        model, drafter = _load(folder, dtype, drafter)
         prompts = _bench_prompts(folder, model, prompt)
         rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
     console.print(_speed_table(rows))
@@ -220,7 +235,7 @@ def demo(
 ) -> None:
     """Run the embedded trained model with and without drafts and show that the texts are equal."""
     with _friendly():
-        model = _load(EMBEDDED, None, drafter)
+        model, drafter = _load(EMBEDDED, None, drafter)
         prompts = [p["prompt_ids"] for p in embedded_prompts()][:3]
         assert model.text is not None
         rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
@@ -328,8 +343,12 @@ def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
     return [model.text.encode(prompt)]
 
 
-def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> Model:
-    """Load with a progress bar; of a checkpoint with several drafters, the one that is named."""
+def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> tuple[Model, str]:
+    """Load with a progress bar; of a checkpoint with several drafters, the one that is named.
+
+    Returns:
+      The model, and what :func:`jaxdraft.generate` calls the drafter.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("loading", total=None)
@@ -339,9 +358,10 @@ def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> Model:
                 task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
             )
 
-        checkpoint = not (folder / "genai_config.json").exists()
-        named = drafter if checkpoint and drafter in ("mtp", "dflash2", "dspark") else None
-        return load(folder, dtype=dtype, progress=progress, drafter=named)
+        own = drafter not in ("auto", "none", "ngram")
+        own = own and not (folder / "genai_config.json").exists()  # an artifact has one at most
+        model = load(folder, dtype=dtype, progress=progress, drafter=drafter if own else None)
+        return model, model.info.drafter if own else drafter
 
 
 def _print_stream(first: Event, events: Iterator[Event]) -> tuple[Output, float]:

@@ -19,6 +19,9 @@ from jaxdraft.text import Text
 EMBEDDED = Path(__file__).parent / "data" / "family"
 """The checkpoint that comes with the package: a small trained target and its three drafters."""
 
+SMOLLM2_DRAFTER = Path(__file__).parent / "data" / "smollm2"
+"""A trained DFlash2 drafter for SmolLM2-135M-Instruct; the target does not come with it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInfo:
@@ -135,8 +138,9 @@ def load(
       dtype: of the weights and activations; default: the artifact's own.
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
         product, to the same numbers. Head, embedding and experts are dequantized on load always.
-      drafter: which drafter of a checkpoint: its kind, "none", or its folder; default: the first
-        there is of DFlash2, DSpark and MTP. An artifact has one at most.
+      drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
+        that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
+        DFlash2, DSpark and MTP. An artifact has one at most.
       progress: called with (bytes done, bytes in all, what is being read).
 
     Returns:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import jaxdraft
 from jaxdraft import EMBEDDED
 from jaxdraft.cli import _load, app
 from tests.paths import FIRST_FAMILY, artifact
@@ -74,6 +75,22 @@ def test_save_writes_checkpoints_that_load(tmp_path: Path) -> None:
     assert texts[0].rsplit("\n", 1)[0] == texts[1].rsplit("\n", 1)[0]
 
 
+def test_save_keeps_every_drafter_of_a_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "family"
+    result = runner.invoke(app, ["save", str(EMBEDDED), str(out), "--int8"])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {"target", "dflash2", "dspark"}
+    assert jaxdraft.load(out, drafter="mtp").info.drafter == "mtp"
+    size = [(folder / "dspark" / "model.safetensors").stat().st_size for folder in (EMBEDDED, out)]
+    assert size[1] < 0.6 * size[0]  # from sixteen bits to eight
+    command = ["generate", str(out), "--prompt", "def f(", "-n", "8", "--drafter"]
+    for drafter in ("dspark", str(out / "dspark")):  # a kind, and a folder
+        result = runner.invoke(app, [*command, drafter])
+        assert result.exit_code == 0, result.output
+    result = runner.invoke(app, [*command, "nobody"])
+    assert result.exit_code == 2 and "drafter is 'nobody'" in result.output
+
+
 def test_demo_shows_equal_texts() -> None:
     result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
     assert result.exit_code == 0, result.output
@@ -108,5 +125,5 @@ def test_the_embedded_model_is_in_the_package() -> None:
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
 def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> None:
     """What ``--drafter`` of every command does with it."""
-    model = _load(EMBEDDED, None, kind)
-    assert model.info.drafter == kind and model.drafter is model.choose(kind)
+    model, named = _load(EMBEDDED, None, kind)
+    assert named == model.info.drafter == kind and model.drafter is model.choose(kind)

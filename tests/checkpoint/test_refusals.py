@@ -369,7 +369,7 @@ def test_arguments(saved: Path) -> None:
     for dtype in ("int8", "int3"):
         with pytest.raises(ValueError, match=f"dtype is '{dtype}'; expected one of float32, "):
             jaxdraft.load(saved, dtype=dtype)
-    with pytest.raises(ValueError, match="expected dflash2, dspark, mtp, none, or a folder"):
+    with pytest.raises(ValueError, match="expected dflash2, dspark, mtp, none, smollm2, or a f"):
         jaxdraft.load(saved, drafter="dflash3")
 
 
