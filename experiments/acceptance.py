@@ -25,45 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import HERE, table, write_result
+from common import HERE, drafters_of, table, write_result
 from scipy import stats  # pyrefly: ignore[untyped-import]
 from train_family import HELD_OUT
 
 import jaxdraft
-from convert import ArtifactError
 from jaxdraft import EMBEDDED, Drafter, Model, Output, Sampling
 
-KINDS = ("dflash2", "dspark", "mtp")
 CODE = ("beginnings of files", "inside of files")
 TEMPERATURE = 0.8
-
-
-# --------------------------------------------------------------------------- models
-
-
-def variants(
-    folder: Path, draft_tokens: int, dtype: str | None = None
-) -> dict[str, tuple[Model, Drafter]]:
-    """Every drafter of an artifact or a checkpoint, "ngram" last, each with its own target.
-
-    Args:
-      folder: what :func:`jaxdraft.load` reads.
-      draft_tokens: K of drafters that can have any.
-      dtype: of the weights.
-    """
-    first = jaxdraft.load(folder, dtype=dtype)
-    models = {first.info.drafter: first} if first.info.drafter != "none" else {}
-    if not (folder / "genai_config.json").exists():  # a checkpoint may have several
-        for kind in KINDS:
-            try:
-                models[kind] = jaxdraft.load(folder, dtype=dtype, drafter=kind)
-            except ArtifactError:
-                raise
-            except ValueError:
-                pass  # there is no such drafter
-    free = {"mtp": draft_tokens}
-    found = {k: (m, m.choose(k, free.get(k))) for k, m in models.items()}
-    return {**found, "ngram": (first, first.choose("ngram", draft_tokens))}
 
 
 # --------------------------------------------------------------------------- prompts
@@ -393,7 +363,7 @@ def family(name: str, folder: Path, args: argparse.Namespace) -> str:
       ValueError: no tokenizer, or a context that is too short.
       AssertionError: a drafter changed greedy tokens in float32.
     """
-    found = variants(folder, args.draft_tokens, args.dtype)
+    found = drafters_of(folder, args.draft_tokens, args.dtype)
     model = next(iter(found.values()))[0]
     if model.text is None:
         raise ValueError(f"{folder} has no tokenizer: there is no text without one")

@@ -14,6 +14,10 @@ from typing import Any
 
 import jax
 
+import jaxdraft
+from convert import ArtifactError
+from jaxdraft import Drafter, Model
+
 HERE = Path(__file__).parent
 
 
@@ -47,6 +51,31 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float
     """Least, median and largest ratio of the repeats, pair by pair."""
     pairs = sorted(a / b for a, b in zip(above, below, strict=True))
     return pairs[0], statistics.median(pairs), pairs[-1]
+
+
+def drafters_of(
+    folder: Path, draft_tokens: int, dtype: str | None = None
+) -> dict[str, tuple[Model, Drafter]]:
+    """Every drafter of an artifact or a checkpoint, "ngram" last, each with its own target.
+
+    Args:
+      folder: what :func:`jaxdraft.load` reads.
+      draft_tokens: K of drafters that can have any.
+      dtype: of the weights.
+    """
+    first = jaxdraft.load(folder, dtype=dtype)
+    models = {first.info.drafter: first} if first.info.drafter != "none" else {}
+    if not (folder / "genai_config.json").exists():  # a checkpoint may have several
+        for kind in ("dflash2", "dspark", "mtp"):
+            try:
+                models[kind] = jaxdraft.load(folder, dtype=dtype, drafter=kind)
+            except ArtifactError:
+                raise
+            except ValueError:
+                pass  # there is no such drafter
+    free = {"mtp": draft_tokens}
+    found = {k: (m, m.choose(k, free.get(k))) for k, m in models.items()}
+    return {**found, "ngram": (first, first.choose("ngram", draft_tokens))}
 
 
 def machine() -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from common import HERE, interleave, table, write_result
+from common import HERE, drafters_of, interleave, table, write_result
 from figures import shrink
 
 import jaxdraft
@@ -68,8 +68,6 @@ class Variant:
 
 def variants(folders: list[Path], args: argparse.Namespace) -> dict[str, Variant]:
     """By name, plain decoding first."""
-    from acceptance import variants as drafters_of
-
     found: dict[str, Variant] = {}
     for folder in folders:
         for kind, (model, drafter) in drafters_of(folder, args.draft_tokens).items():

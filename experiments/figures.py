@@ -11,6 +11,7 @@ import argparse
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from PIL import Image
@@ -34,7 +35,7 @@ def shrink(path: Path) -> tuple[int, int]:
     if path.suffix == ".png":
         path.write_bytes(shrunk(path.read_bytes()))
         return before, path.stat().st_size
-    book = nbformat.read(path, as_version=4)
+    book: Any = nbformat.read(path, as_version=4)
     for cell in book.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import HERE, interleave, ratios, table, write_result
+from common import HERE, drafters_of, interleave, ratios, table, write_result
 from flax import nnx, struct
 
 import jaxdraft
@@ -233,19 +233,6 @@ def target_27b() -> TargetConfig:
     )
 
 
-def mtp_27b(target: TargetConfig) -> MtpConfig:
-    """A layer like the target's attention layers."""
-    assert target.attention is not None
-    return MtpConfig(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        attention=target.attention,
-        mlp=target.mlp,
-        norm_eps=target.norm_eps,
-        context_length=target.context_length,
-    )
-
-
 def block_27b(target: TargetConfig, kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
     """A block drafter at the width of 27B.
 
@@ -287,7 +274,7 @@ def drafter_27b(target: DecoderTarget, kind: str) -> Drafter:
     shared = params["embed"]["weight"], params["head"]["weight"]
     rngs = nnx.Rngs(1)
     if kind == "mtp":
-        mtp = mtp_27b(target.config)
+        mtp = MtpConfig.of(target.config)
         return MtpDrafter(Frozen.of(Mtp(mtp, dtype=dtype, rngs=rngs)), *shared, mtp, dtype, DRAFTS)
     block = block_27b(target.config, "dflash2" if kind == "dflash2" else "dspark")
     module = DFlash2 if kind == "dflash2" else DSpark
@@ -429,11 +416,9 @@ def measure(
 
 def family(folders: list[Path], drafts: int) -> dict[str, Variant]:
     """Every drafter of the folders, plain decoding first."""
-    from acceptance import variants  # needs the "train" extra; geometries do without
-
     found: dict[str, Variant] = {}
     for folder in folders:
-        for kind, (model, drafter) in variants(folder, drafts, "float32").items():
+        for kind, (model, drafter) in drafters_of(folder, drafts, "float32").items():
             found.setdefault("none", Variant(model, "none"))
             if kind != "ngram":
                 found[kind] = Variant(model, drafter)

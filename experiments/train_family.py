@@ -324,24 +324,10 @@ def block_config(kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
     )
 
 
-def mtp_config() -> MtpConfig:
-    """A layer like the target's attention layer."""
-    target = target_config()
-    assert target.attention is not None
-    return MtpConfig(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        attention=target.attention,
-        mlp=target.mlp,
-        norm_eps=target.norm_eps,
-        context_length=target.context_length,
-    )
-
-
 def new_drafter(kind: str) -> nnx.Module:
     """An untrained drafter."""
     if kind == "mtp":
-        return Mtp(mtp_config(), dtype=jnp.float32, rngs=nnx.Rngs(4))
+        return Mtp(MtpConfig.of(target_config()), dtype=jnp.float32, rngs=nnx.Rngs(4))
     form = DFlash2 if kind == "dflash2" else DSpark
     config = block_config("dflash2" if kind == "dflash2" else "dspark")
     return form(config, dtype=jnp.float32, rngs=nnx.Rngs(4))
@@ -417,7 +403,7 @@ def load_drafter(out: Path, kind: str, target: DecoderTarget) -> BlockDrafter | 
     frozen = load_arrays(out / f"{kind}.npz", new_drafter(kind))
     embedding, head = (target.decoder.params[name]["weight"] for name in ("embed", "head"))
     if kind == "mtp":
-        return MtpDrafter(frozen, embedding, head, mtp_config(), target.dtype)
+        return MtpDrafter(frozen, embedding, head, MtpConfig.of(target_config()), target.dtype)
     config = block_config("dflash2" if kind == "dflash2" else "dspark")
     return BlockDrafter(frozen, embedding, head, config, target.dtype)
 

@@ -292,5 +292,23 @@ class MtpConfig:
     norm_eps: float
     context_length: int
 
+    @classmethod
+    def of(cls, target: TargetConfig) -> MtpConfig:
+        """A head shaped like the layers of ``target`` that see everything.
+
+        Raises:
+          ValueError: it has none.
+        """
+        if target.attention is None:
+            raise ValueError(f"layers are {target.layers}; a head needs one of kind 'attention'")
+        return cls(
+            vocab_size=target.vocab_size,
+            width=target.width,
+            attention=target.attention,
+            mlp=target.mlp,
+            norm_eps=target.norm_eps,
+            context_length=target.context_length,
+        )
+
 
 DrafterConfig = BlockDrafterConfig | MtpConfig
