@@ -43,6 +43,38 @@ PROPOSALS: tuple[Proposals, ...] = ("lattice", "greedy_path", "independent", "no
 """How drafts are proposed to a sampled row; see :class:`Sampling`."""
 
 
+_GROUP = 64
+"""Logits that :func:`best_token` looks at together."""
+
+_MANY = 4096
+"""Logits from which on it does."""
+
+
+def best_token(logits: jax.Array) -> jax.Array:
+    """``argmax`` of [..., V]: [...] int32. Ties go to the lowest id, a NaN counts as infinity.
+
+    XLA's CPU backend finds an index number by number, and a maximum on vectors: with 8 rows of
+    49,152 logits the best group first, then the best within it, takes a tenth of the time of one
+    ``argmax``.
+
+    Example, groups of 2: of [1 5 | 5 2] the maxima are [5 5], the first group wins, and in it
+    place 1.
+    """
+    vocab = logits.shape[-1]
+    if vocab < _MANY:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    short = -vocab % _GROUP
+    if short:
+        widths = [(0, 0)] * (logits.ndim - 1) + [(0, short)]
+        logits = jnp.pad(logits, widths, constant_values=-jnp.inf)
+    groups = logits.reshape(*logits.shape[:-1], -1, _GROUP)
+    # XLA's CPU backend may drop a NaN from a maximum (never from an argmax): infinity stays.
+    largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
+    group = jnp.argmax(largest, axis=-1, keepdims=True)
+    within = jnp.take_along_axis(groups, group[..., None], axis=-2)[..., 0, :]
+    return (group[..., 0] * _GROUP + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+
+
 class _Numbers(NamedTuple):
     temperature: float
     top_k: int

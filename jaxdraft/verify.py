@@ -9,7 +9,7 @@ from flax import struct
 from jax import lax
 
 from jaxdraft.base import MASKED, Proposal, Truncation
-from jaxdraft.sampling import distribution, draw, draw_keys
+from jaxdraft.sampling import best_token, distribution, draw, draw_keys
 
 
 @struct.dataclass
@@ -41,8 +41,8 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     """
     batch, rows, _ = logits.shape
     chex.assert_shape(proposal.tokens, (batch, rows - 1))
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # a NaN counts as the largest
-    finite = _speaks(jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0])
+    best = best_token(logits)
+    finite = _speaks(logits, best)
     proposed = jnp.arange(rows - 1)[None] < proposal.length[:, None]
     match = (proposal.tokens == best[:, :-1]) & finite[:, :-1] & proposed
     accepted = jnp.sum(jnp.cumprod(match.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -80,8 +80,7 @@ def sampled(
     warm = truncation.temperature > 0
 
     def judge() -> Verdict:
-        best = jnp.max(logits, axis=-1)  # a NaN wins
-        finite = _speaks(best)  # [B, 1 + K]
+        finite = _speaks(logits, best_token(logits))  # [B, 1 + K]
         # What says nothing must not reach a product; it is rejected below.
         target = distribution(jnp.where(finite[..., None], logits, 0.0), truncation)
         drafts, length = proposal.tokens, proposal.length
@@ -110,9 +109,13 @@ def sampled(
     return lax.cond(jnp.any(warm), judge, lambda: verdict)
 
 
-def _speaks(best: jax.Array) -> jax.Array:
-    """Whether a row of logits with this maximum predicts anything."""
-    return jnp.isfinite(best) & (best > MASKED / 2)
+def _speaks(logits: jax.Array, best: jax.Array) -> jax.Array:
+    """Whether rows of logits [..., V] with these best tokens [...] predict anything.
+
+    A NaN is the best token there is. ``jnp.max`` would not do: on CPUs it may drop one.
+    """
+    value = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+    return jnp.isfinite(value) & (value > MASKED / 2)
 
 
 def _proposed_with(proposal: Proposal, tokens: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jaxdraft
 from jaxdraft import Model, Sampling, generate, score, stream
 from jaxdraft.base import Truncation
-from jaxdraft.sampling import distribution, probabilities
+from jaxdraft.sampling import best_token, distribution, probabilities
 from jaxdraft.testing import LatticeDrafter, ScriptedDrafter, TableTarget, assert_lossless
 from tests.oracle.sampling import adjusted, truncated
 from tests.test_generate import compilations
@@ -88,6 +88,24 @@ def _at_the_edge(logits: np.ndarray, how: dict[str, Any], edge: float) -> bool:
         for d in (-1e-5, 1e-5)
     ]
     return (nudged[0] > 0).sum() != (nudged[1] > 0).sum() and edge > 0
+
+
+@pytest.mark.parametrize("vocab", [7, 4096, 4100, 5000])
+@pytest.mark.parametrize("values", ["ties", "numbers", "infinite", "nan"])
+def test_best_token_is_argmax(vocab: int, values: str) -> None:
+    """By groups or not: ties to the lowest id, a NaN before everything, nothing beyond the end."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=(2, 9, vocab)).astype(np.float32)
+    if values == "ties":
+        logits = np.minimum(np.round(logits), 2.0)
+    elif values == "infinite":
+        logits[0] = -np.inf
+        logits[1, 3, vocab // 2] = np.inf
+    elif values == "nan":
+        logits[:, ::2, rng.integers(vocab, size=5)] = np.nan
+    found = jax.jit(best_token)(logits)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
 
 
 def test_temperature_zero_is_certain() -> None:

@@ -156,3 +156,23 @@ def test_drafts_and_residuals_have_keys_of_their_own() -> None:
         for purpose in range(3)
     ]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [50, 4100])
+def test_one_nan_among_the_logits_is_found(vocab: int, temperature: float) -> None:
+    """XLA's CPU backend may drop a NaN from a maximum; then the row would say something."""
+    logits = np.random.default_rng(0).normal(size=(4, 2, vocab)).astype(np.float32)
+    drafts = logits[:, 0].argmax(axis=-1).astype(np.int32)[:, None]
+    place = np.asarray([3, vocab // 2, vocab - 1])
+    logits[np.arange(3), 0, place] = np.nan
+    proposal = Proposal(jnp.asarray(drafts), jnp.ones((4,), jnp.int32))
+    verdict = jax.jit(verify.sampled)(
+        jnp.asarray(logits),
+        proposal,
+        rules(4, temperature=temperature),
+        row_streams(0, 4),
+        jnp.full((4,), 5, jnp.int32),
+    )
+    assert verdict.finite.tolist() == [False, False, False, True]
+    assert verdict.accepted[:3].tolist() == [0, 0, 0]

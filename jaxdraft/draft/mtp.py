@@ -15,6 +15,7 @@ from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.sampling import best_token
 from jaxdraft.state import paged
 from jaxdraft.state.budget import check_slots, whole
 from jaxdraft.state.paged import PagedPool
@@ -205,9 +206,12 @@ class MtpDrafter:
                 self._embed(token)[:, None], hidden[:, None], drafts.astype(jnp.int32), pool
             )
             logits = self.logits(rows[:, 0])
-            finite = finite & (jnp.isfinite(jnp.max(logits, axis=-1)) | ~drafts)  # a NaN wins
+            # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
+            best = best_token(logits)
+            top = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+            finite = finite & (jnp.isfinite(top) | ~drafts)
             if support is None:
-                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+                token = best
             else:
                 assert feed.draw is not None
                 token, among, probs = sampled_token(logits, feed.draw, number, width)
