@@ -33,12 +33,15 @@ class ConfidentDrafter:
     Attributes:
       inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash2, DSpark.
       round_cost: what verifying drafts adds to a round, in plain steps: a window of rows in place
-        of one. The default was measured on SmolLM2-135M on a CPU (``experiments/smollm2.md``).
+        of one. Shares are of the candidates alone, and a drafter is surer than it should be, so
+        what pays best is more than what is measured: on SmolLM2-135M and a CPU verifying costs 0.5
+        steps, and of 1, 1.5, 2 and 3 the default was best, on other prompts than those of
+        ``experiments/smollm2.md``.
       draft_cost: what each further draft adds, where a window is only as wide as its drafts.
     """
 
     inner: Drafter
-    round_cost: float | jax.Array = 0.6
+    round_cost: float | jax.Array = 1.5
     draft_cost: float | jax.Array = 0.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,146 @@
+"""SmolLM2-135M-Instruct with the drafter that comes with the package, against itself without.
+
+    python experiments/smollm2.py FOLDER                 # the checkpoint of the target
+    python experiments/smollm2.py FOLDER --drafter OTHER # another drafter's folder
+
+``FOLDER`` is what ``prepare_smollm2.py`` makes, or the model as the hub has it. Prompts are
+``smollm2_prompts.json``: nothing was trained on them, and they were written before anything was
+measured. Every prompt is answered greedily, one at a time, until the model stops; plain decoding,
+n-gram lookup, the drafter, and the drafter behind :class:`jaxdraft.ConfidentDrafter` take turns,
+prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import HERE, interleave, table, write_result
+
+import jaxdraft
+from jaxdraft import ConfidentDrafter, Output, generate, summarize
+
+DRAFTERS = ("none", "ngram", "dflash2", "confident")
+
+
+@dataclass
+class Answered:
+    """A prompt, and what every drafter made of it."""
+
+    kind: str
+    prompt: str
+    seconds: dict[str, list[float]]
+    outputs: dict[str, Output]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the answer."""
+        return len(self.outputs["none"].ids()[0])
+
+    def same(self, drafter: str) -> bool:
+        """Whether the drafter left the answer as it is."""
+        return self.outputs[drafter].ids() == self.outputs["none"].ids()
+
+    def gain(self, drafter: str) -> float:
+        """Plain decoding's seconds over the drafter's: the median of its turns."""
+        pairs = zip(self.seconds["none"], self.seconds[drafter], strict=True)
+        return statistics.median(plain / drafted for plain, drafted in pairs)
+
+
+@dataclass
+class Answers:
+    """Of some prompts together."""
+
+    of: list[Answered] = field(default_factory=list)
+
+    def row(self, name: str, drafter: str) -> list[object]:
+        """A line of the table."""
+        summary = summarize([one.outputs[drafter].stats for one in self.of])
+        spent = {d: sum(statistics.median(o.seconds[d]) for o in self.of) for d in DRAFTERS}
+        tokens = sum(one.tokens for one in self.of)
+        gains = [one.gain(drafter) for one in self.of]
+        per_round, share = summary.tokens_per_round, summary.acceptance
+        return [
+            name,
+            drafter,
+            "-" if per_round is None or drafter == "none" else f"{per_round:.2f}",
+            "-" if share is None else f"{share:.0%}",
+            f"{tokens / spent[drafter]:.1f}",
+            f"{spent['none'] / spent[drafter]:.2f}",
+            f"{min(gains):.2f}..{max(gains):.2f}",
+            f"{sum(one.same(drafter) for one in self.of)} of {len(self.of)}",
+        ]
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the target's checkpoint")
+    parser.add_argument("--drafter", default="smollm2", help="as in jaxdraft.load")
+    parser.add_argument("--tokens", type=int, default=96, help="the most an answer has")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--round-cost", type=float, default=1.5, help="of ConfidentDrafter")
+    args = parser.parse_args()
+    model = jaxdraft.load(args.folder, dtype="float32", drafter=args.drafter)
+    assert model.text is not None
+    drafters: dict[str, Any] = {name: name for name in DRAFTERS[:3]}
+    drafters["confident"] = ConfidentDrafter(model.drafter, round_cost=args.round_cost)
+    kinds: dict[str, Answers] = {}
+    whole = Answers()
+    for entry in json.loads((HERE / "smollm2_prompts.json").read_text(encoding="utf-8")):
+        ids = model.text.chat([{"role": "user", "content": entry["prompt"]}])
+        outputs: dict[str, Output] = {}
+
+        def run(name: str, ids: list[int] = ids, outputs: dict[str, Output] = outputs) -> None:
+            out = generate(model, [ids], max_new_tokens=args.tokens, drafter=drafters[name])
+            out.tokens.block_until_ready()
+            outputs[name] = out
+
+        seconds = interleave(
+            {name: functools.partial(run, name) for name in DRAFTERS}, repeats=args.repeats
+        )
+        one = Answered(entry["kind"], entry["prompt"], seconds, outputs)
+        kinds.setdefault(one.kind, Answers()).of.append(one)
+        whole.of.append(one)
+        print(one.kind, one.tokens, {name: round(one.gain(name), 2) for name in DRAFTERS[1:]})
+    rows = [part.row(kind, name) for kind, part in kinds.items() for name in DRAFTERS]
+    rows += [whole.row("**all**", name) for name in DRAFTERS]
+    head = ["prompts", "drafter", "tokens a round", "accepted", "tokens/s", "against none"]
+    head += ["of single prompts", "same tokens"]
+    body = table(head, rows) + "\n\n" + remarks(whole, model, args)
+    write_result(__file__, "SmolLM2-135M-Instruct with a drafter of its own", body)
+
+
+def remarks(whole: Answers, model: Any, args: argparse.Namespace) -> str:
+    """How it was measured, and where drafting does not pay."""
+    summary = summarize([one.outputs["dflash2"].stats for one in whole.of])
+    by_position = ", ".join(f"{share or 0:.0%}" for share in summary.acceptance_at)
+    slower = {
+        name: [f"“{one.prompt}” ({one.gain(name):.2f})" for one in whole.of if one.gain(name) < 1]
+        for name in DRAFTERS[2:]
+    }
+    said = "\n".join(
+        f"* *{name}* was slower than plain decoding on {len(slow)} of {len(whole.of)} prompts"
+        + (f": {'; '.join(slow)}" if slow else "")
+        + "."
+        for name, slow in slower.items()
+    )
+    return (
+        f"Float32, one request at a time, greedily, {args.tokens} new tokens at most, whole calls "
+        f"with the prefill; medians of {args.repeats} turns after one warm-up. *Against none* is "
+        "plain decoding's time over the drafter's, of all prompts of a kind together; then the "
+        "least and the largest of single prompts. K is "
+        f"{model.drafter.draft_tokens} for DFlash2.\n\n"
+        f"DFlash2's drafts accepted by position, when those before stand: {by_position}.\n\n"
+        f"*confident* is the same drafter behind ConfidentDrafter(round_cost={args.round_cost}): "
+        "drafts are verified where the lattice promises more than they cost.\n\n" + said
+    )
+
+
+if __name__ == "__main__":
+    main()
