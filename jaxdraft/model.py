@@ -82,7 +82,8 @@ class Model:
         Args:
           drafter: "auto", the model's own; its kind, as in ``info.drafter``; "ngram" and "none",
             which need no weights and always work; or a drafter, which is what it is.
-          draft_tokens: K, of a drafter that can have any ("ngram", "mtp"). Default: its own.
+          draft_tokens: K, of a drafter that can have any ("ngram", "mtp"), or up to as many as its
+            block has (DFlash2, DSpark). Default: its own.
 
         Raises:
           ValueError: there is no such drafter, or its K is fixed.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdraft import Model, generate
 from jaxdraft.base import Feed, Lattice
 from jaxdraft.config import ConvConfig
 from jaxdraft.draft.block import BlockDrafter
@@ -18,7 +19,7 @@ from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.nn.block_drafter import BlockConv
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.linear import Frozen
-from jaxdraft.testing import tiny_drafter, tiny_target
+from jaxdraft.testing import assert_lossless, tiny_drafter, tiny_target
 
 
 def feed(aux: jax.Array, first: int = 0, anchor: int = 7) -> Feed:
@@ -245,3 +246,25 @@ def test_shared_arrays_are_the_target_s_own() -> None:
     drafter = tiny_drafter(target)
     assert drafter.head is target.decoder.params["head"]["weight"]
     assert drafter.embedding is target.decoder.params["embed"]["weight"]
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_fewer_drafts_are_the_first_of_the_same_block(kind: str) -> None:
+    """The block is as long as ever; the proposal, and the target's window, are shorter."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind)
+    fewer = drafter.with_draft_tokens(2)
+    assert fewer.draft_tokens == 2
+    _, whole, _ = drafter.step(drafter.init(1, 64), feed(rows(drafter, 3)))
+    _, cut, _ = fewer.step(fewer.init(1, 64), feed(rows(drafter, 3)))
+    assert cut.length.tolist() == [2] and cut.tokens.shape == (1, 2)
+    np.testing.assert_array_equal(cut.tokens, whole.tokens[:, :2])
+    np.testing.assert_allclose(cut.lattice.scores, whole.lattice.scores[:, :2], atol=1e-5)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    model = Model.of(target, drafter)
+    assert_lossless(model, fewer, prompts, max_new_tokens=30)
+    out = generate(model, prompts, max_new_tokens=30, draft_tokens=2)
+    assert out.stats.accepted.shape[-1] == 2
+    for bad in (0, 5):
+        with pytest.raises(ValueError, match=f"draft_tokens is {bad}; this drafter's block has 1"):
+            drafter.with_draft_tokens(bad)

@@ -435,7 +435,10 @@ def test_another_width_is_another_drafter() -> None:
     for width in (1, 2, 5):
         out = generate(model, [[1, 2, 3]], max_new_tokens=12, draft_tokens=width)
         assert out.ids() == plain and out.stats.accepted_at.shape == (1, width)
-    for kind, width, words in (("mtp", 0, "at least 1"), ("dflash2", 2, "no other number")):
+    for kind, width, words in (
+        ("mtp", 0, "at least 1"),
+        ("dflash2", 9, "block has 1 to 3"),
+    ):
         with pytest.raises(ValueError, match=words):
             generate(tiny_model(kind), [[1]], draft_tokens=width)
 

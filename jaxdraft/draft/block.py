@@ -55,6 +55,9 @@ class BlockDrafter:
     A path is chosen among the drafts that the row can use: a step that will not be verified must
     not buy a worse one that will. So with another ``limit`` another path may begin, where a walk is
     only cut short.
+
+    ``first`` says how many of a block's drafts there are, K; None: all. See
+    :meth:`with_draft_tokens`.
     """
 
     backbone: Frozen[BlockBackbone]
@@ -63,8 +66,12 @@ class BlockDrafter:
     config: BlockDrafterConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     path: str = struct.field(pytree_node=False, default="walk")
+    first: int | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self) -> None:
+        block = self.config.draft_tokens
+        if self.first is not None and not 1 <= self.first <= block:
+            raise ValueError(f"draft_tokens is {self.first}; this drafter's block has 1 to {block}")
         if self.path not in PROPOSALS:
             raise ValueError(f"path is {self.path!r}; expected one of {', '.join(PROPOSALS)}")
 
@@ -83,7 +90,17 @@ class BlockDrafter:
     @property
     def draft_tokens(self) -> int:
         """K."""
-        return self.config.draft_tokens
+        return self.config.draft_tokens if self.first is None else self.first
+
+    def with_draft_tokens(self, draft_tokens: int) -> BlockDrafter:
+        """The same block, of whose drafts the first ``draft_tokens`` are proposed.
+
+        The target's window is as much shorter, which a smaller ``limit`` does not make it.
+
+        Raises:
+          ValueError: the block has not that many.
+        """
+        return replace(self, first=draft_tokens)
 
     def init(self, batch: int, capacity: int) -> BlockState:
         """An empty state. A windowed drafter's does not depend on ``capacity``."""
@@ -270,7 +287,7 @@ class BlockDrafter:
     def propose(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`. The state is read, never written."""
         config = self.config
-        limit = jnp.minimum(feed.limit, config.draft_tokens)
+        limit = jnp.minimum(feed.limit, self.draft_tokens)
         reason = jnp.where(feed.wants_draft & (limit > 0), NoDraft.DRAFTED, NoDraft.UNWANTED)
         reason = _unless(reason, state.denied, NoDraft.DENIED)
         reason = _unless(reason, ~state.whole, NoDraft.HOLE)
@@ -278,7 +295,7 @@ class BlockDrafter:
         reason = _unless(reason, past, NoDraft.CONTEXT)
         drafts = reason == NoDraft.DRAFTED
         batch = feed.anchor.shape[0]
-        shape = (batch, config.draft_tokens, config.candidates)
+        shape = (batch, self.draft_tokens, config.candidates)
 
         def nothing() -> Lattice:
             scores = jnp.zeros((*shape, config.candidates), jnp.float32)
@@ -289,7 +306,7 @@ class BlockDrafter:
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         tokens, support = self._choose(lattice, length, feed.draw)
-        kept = jnp.arange(config.draft_tokens)[None] < length[:, None]
+        kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice, support)
         return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
 
@@ -317,6 +334,7 @@ class BlockDrafter:
         block = jnp.concatenate([anchor[:, None], masks], axis=1)
         embedded = jnp.take(self.embedding, block, axis=0)
         features = backbone.block(embedded, state.length, self._context(state))
+        features = features[:, : self.draft_tokens]
         logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
         # The barrier keeps XLA from merging the slices below into the top-k: it would no longer see
         # that only C entries are wanted, and sort the whole vocabulary.
