@@ -6,8 +6,8 @@
 ``FOLDER`` is what ``prepare_smollm2.py`` makes, or the model as the hub has it. Prompts are
 ``smollm2_prompts.json``: nothing was trained on them, and they were written before anything was
 measured. Every prompt is answered greedily, one at a time, until the model stops; plain decoding,
-n-gram lookup, the drafter, and the drafter behind :class:`jaxdraft.ConfidentDrafter` take turns,
-prompt by prompt.
+n-gram lookup, the drafter, the drafter with fewer drafts, and these behind
+:class:`jaxdraft.ConfidentDrafter` take turns, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common import HERE, interleave, table, write_result
 import jaxdraft
 from jaxdraft import ConfidentDrafter, Output, generate, summarize
 
-DRAFTERS = ("none", "ngram", "dflash2", "confident")
+DRAFTERS = ("none", "ngram", "dflash2", "fewer", "confident")
 
 
 @dataclass
@@ -84,12 +84,14 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2", help="as in jaxdraft.load")
     parser.add_argument("--tokens", type=int, default=96, help="the most an answer has")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--round-cost", type=float, default=1.5, help="of ConfidentDrafter")
+    parser.add_argument("--drafts", type=int, default=3, help="of fewer drafts")
+    parser.add_argument("--round-cost", type=float, default=0.8, help="of ConfidentDrafter")
     args = parser.parse_args()
     model = jaxdraft.load(args.folder, dtype="float32", drafter=args.drafter)
     assert model.text is not None
     drafters: dict[str, Any] = {name: name for name in DRAFTERS[:3]}
-    drafters["confident"] = ConfidentDrafter(model.drafter, round_cost=args.round_cost)
+    drafters["fewer"] = model.choose("dflash2", args.drafts)
+    drafters["confident"] = ConfidentDrafter(drafters["fewer"], round_cost=args.round_cost)
     kinds: dict[str, Answers] = {}
     whole = Answers()
     for entry in json.loads((HERE / "smollm2_prompts.json").read_text(encoding="utf-8")):
@@ -137,7 +139,9 @@ def remarks(whole: Answers, model: Any, args: argparse.Namespace) -> str:
         "least and the largest of single prompts. K is "
         f"{model.drafter.draft_tokens} for DFlash2.\n\n"
         f"DFlash2's drafts accepted by position, when those before stand: {by_position}.\n\n"
-        f"*confident* is the same drafter behind ConfidentDrafter(round_cost={args.round_cost}): "
+        f"*fewer* has the first {args.drafts} drafts of every block, so that the target's window "
+        "is shorter. *confident* is the same behind "
+        f"ConfidentDrafter(round_cost={args.round_cost}): "
         "drafts are verified where the lattice promises more than they cost.\n\n" + said
     )
 
