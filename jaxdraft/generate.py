@@ -138,8 +138,9 @@ def generate(
       stop: strings that end a row. The token that completes one is the last; texts end before it.
       draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
       max_length: the longest sequence, prompt included. Default: the model's context.
-      draft_tokens: K of a drafter that can have any, "mtp" and "ngram". Static: another K is
-        another program, where another ``draft_limit`` is not. Default: the drafter's own.
+      draft_tokens: K of a drafter that can have any, "mtp" and "ngram", or of a block drafter, up
+        to what its block has. Static: another K is another program, where another
+        ``draft_limit`` is not. Default: the drafter's own.
       logprobs: also give ``out.logprobs``: of every token, and of the best so many alternatives.
       memory: bytes, or a string like "12GiB": refuse a batch whose weights and state need more,
         before anything is allocated. See :func:`jaxdraft.plan` for what would fit.

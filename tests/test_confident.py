@@ -76,6 +76,7 @@ def test_the_example_of_the_docstring() -> None:
     drafter = ConfidentDrafter(NgramDrafter(), round_cost=0.5)
     np.testing.assert_allclose(drafter.shares(lattice(0.4, 0.5)), [[0.4, 0.5]], rtol=1e-5)
     assert drafter.width(lattice(0.4, 0.5)).tolist() == [2]
+    assert drafter.width(lattice(0.4, 0.5), jnp.asarray([1])).tolist() == [0]
     # The best of three has a third at least: 1.34 + 0.34 * 0.4 is less than 1.5.
     assert drafter.width(lattice(0.34, 0.4)).tolist() == [0]
 

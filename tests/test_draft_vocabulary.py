@@ -15,9 +15,10 @@ from jaxdraft.base import Feed
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.testing import assert_lossless, tiny_drafter, tiny_target
+from jaxdraft.train.blocks import block_features
 from jaxdraft.train.losses import Continuations, DraftLoss
 from jaxdraft.train.optimize import labels, make_step, optimizer, start
-from jaxdraft.train.sequence import decoder_rows
+from tests.train.common import continuations
 
 TABLES = ("predecessor", "successor", "markov_w1", "markov_w2")
 SIZE = 20  # of 48: the tokens 0, 2, 4, 7, 9, 12, ...
@@ -115,15 +116,7 @@ def test_a_size_that_cannot_be(size: int, target: Any) -> None:
 
 @pytest.fixture(scope="module")
 def batch(target: Any) -> Continuations:
-    tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, 48)
-    rows = jax.jit(lambda d, t: decoder_rows(d(), t))(target.decoder, tokens)
-    return Continuations(
-        tokens=tokens,
-        aux=rows.aux,
-        hidden=rows.hidden,
-        anchors=jnp.asarray([[3, 14], [7, 18]]),
-        greedy=jnp.asarray([True, False]),
-    )
+    return continuations(target)
 
 
 def loss_of(target: Any, **changes: Any) -> DraftLoss:
@@ -150,8 +143,6 @@ def test_labels_outside_have_no_weight(target: Any, batch: Continuations) -> Non
     ids = vocabulary_of(made)
     loss = loss_of(target, pair_weight=0.0)
     total, metrics = jax.jit(lambda frozen: loss(frozen(), batch))(made.backbone)
-    from jaxdraft.train.blocks import block_features
-
     features = jax.jit(
         lambda frozen: block_features(
             frozen(), made.embedding, batch.aux, batch.tokens, batch.anchors

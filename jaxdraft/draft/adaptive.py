@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
 
 
 @struct.dataclass
@@ -23,7 +24,7 @@ class AdaptiveState:
 
 
 @struct.dataclass
-class AdaptiveDrafter:
+class AdaptiveDrafter(Around):
     """Wraps a drafter and shortens what is asked of it, to nothing if need be.
 
     A round with n drafts is expected to emit ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens, a_k
@@ -57,32 +58,16 @@ class AdaptiveDrafter:
     probe_every: int | jax.Array = 16
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("round_cost", 0, None),
-            ("draft_cost", 0, None),
-            ("gain", 0, 1),
-            ("start", 0, 1),
-            ("probe_every", 1, None),
-        ):
-            value = getattr(self, name)  # inside `jit` it may be anything: only numbers are judged
-            if isinstance(value, int | float) and not low <= value <= (high or float("inf")):
-                expected = f"at least {low}" if high is None else f"in {low}..{high}"
-                raise ValueError(f"{name} is {value}; expected {expected}")
-
-    @property
-    def draft_tokens(self) -> int:
-        """K of the drafter inside."""
-        return self.inner.draft_tokens
-
-    @property
-    def declines(self) -> bool:
-        """It does: rounds without drafts are worth a program of their own."""
-        return True
-
-    @property
-    def overlap(self) -> int:
-        """Of the drafter inside: tokens after a page that its content depends on too."""
-        return getattr(self.inner, "overlap", 0)
+        check_numbers(
+            self,
+            {
+                "round_cost": (0, None),
+                "draft_cost": (0, None),
+                "gain": (0, 1),
+                "start": (0, 1),
+                "probe_every": (1, None),
+            },
+        )
 
     def init(self, batch: int, capacity: int) -> AdaptiveState:
         """An empty state around the drafter's own."""
@@ -95,19 +80,12 @@ class AdaptiveDrafter:
         A drafter without one has its whole state in every row.
         """
         none = jnp.zeros((batch,), jnp.int32)
-        make = getattr(self.inner, "init_pool", None)
-        if make is None:
-            inner = self.inner.init(batch, sizes["columns"] * sizes["page_size"])
-        else:
-            inner = make(batch, **sizes)
+        inner = pool_of(self.inner, batch, sizes)
         return AdaptiveState(inner, self._rate(batch), none, none)
 
     def skip(self, state: AdaptiveState, tokens: jax.Array, length: jax.Array) -> Any:
         """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
-        if not jax.tree.leaves(state.inner):
-            return state
-        method = getattr(self.inner, "skip", None)
-        inner = None if method is None else method(state.inner, tokens, length)
+        inner = skipped(self.inner, state.inner, tokens, length)
         return None if inner is None else replace(state, inner=inner)
 
     def learned(self, state: AdaptiveState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -166,11 +144,7 @@ class AdaptiveDrafter:
 
     def width(self, state: AdaptiveState) -> jax.Array:
         """Drafts that pay best at the acceptance seen so far, [B] int32 in 0..K."""
-        drafts = jnp.arange(self.draft_tokens + 1, dtype=jnp.float32)
-        tokens = 1.0 + jnp.cumsum(jnp.cumprod(state.rate, axis=1), axis=1)
-        tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
-        cost = 1.0 + jnp.where(drafts > 0, self.round_cost, 0.0) + drafts * self.draft_cost
-        return jnp.argmax(tokens / cost[None], axis=1).astype(jnp.int32)
+        return best_width(state.rate, self.round_cost, self.draft_cost)
 
     def _rate(self, batch: int) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(self.start, jnp.float32), (batch, self.draft_tokens))

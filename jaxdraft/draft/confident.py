@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal
+from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
 from jaxdraft.draft.lattice import greedy, walk
 
 
 @struct.dataclass
-class ConfidentDrafter:
+class ConfidentDrafter(Around):
     """Wraps a drafter and cuts its proposals where they are not worth verifying, to nothing if so.
 
     A round that verifies n drafts is expected to emit ``1 + q_1 + q_1 q_2 + ... + q_1 ... q_n``
@@ -25,7 +26,7 @@ class ConfidentDrafter:
 
     :class:`jaxdraft.AdaptiveDrafter` looks at the rounds before, and saves the proposal, too. This
     one looks at the drafts themselves, so it takes the easy stretches of a text and leaves the
-    rest. The gain it estimates is that of Leviathan et al., arXiv:2211.17192, section 3.3.
+    rest. The rule is :func:`jaxdraft.draft.around.best_width`.
 
     Nothing is lost by it, sampled or not: how many drafts are verified depends on the lattice
     alone, never on what was drawn from it. Numbers are dynamic: changing them compiles nothing.
@@ -33,10 +34,9 @@ class ConfidentDrafter:
     Attributes:
       inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash2, DSpark.
       round_cost: what verifying drafts adds to a round, in plain steps: a window of rows in place
-        of one. Shares are of the candidates alone, and a drafter is surer than it should be, so
-        what pays best is more than what is measured: on SmolLM2-135M and a CPU verifying costs 0.5
-        steps, and of 1, 1.5, 2 and 3 the default was best, on other prompts than those of
-        ``experiments/smollm2.md``.
+        of one. Take more than what is measured: shares are of the candidates alone, and a drafter
+        is surer than it should be. ``experiments/smollm2.py`` takes 0.8 for a window of four rows,
+        which costs a third of a step more than one (``experiments/window_cost.md``).
       draft_cost: what each further draft adds, where a window is only as wide as its drafts.
     """
 
@@ -45,25 +45,7 @@ class ConfidentDrafter:
     draft_cost: float | jax.Array = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("round_cost", "draft_cost"):
-            value = getattr(self, name)  # inside `jit` it may be anything: only numbers are judged
-            if isinstance(value, int | float) and not value >= 0:
-                raise ValueError(f"{name} is {value}; expected at least 0")
-
-    @property
-    def draft_tokens(self) -> int:
-        """K of the drafter inside."""
-        return self.inner.draft_tokens
-
-    @property
-    def declines(self) -> bool:
-        """It does: rounds without drafts are worth a program of their own."""
-        return True
-
-    @property
-    def overlap(self) -> int:
-        """Of the drafter inside: tokens after a page that its content depends on too."""
-        return getattr(self.inner, "overlap", 0)
+        check_numbers(self, {"round_cost": (0, None), "draft_cost": (0, None)})
 
     def init(self, batch: int, capacity: int) -> Any:
         """The state of the drafter inside: this one remembers nothing."""
@@ -71,17 +53,11 @@ class ConfidentDrafter:
 
     def init_pool(self, batch: int, **sizes: int) -> Any:
         """The pooled state of the drafter inside; one without a pool has its state in every row."""
-        make = getattr(self.inner, "init_pool", None)
-        if make is None:
-            return self.inner.init(batch, sizes["columns"] * sizes["page_size"])
-        return make(batch, **sizes)
+        return pool_of(self.inner, batch, sizes)
 
     def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
         """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
-        if not jax.tree.leaves(state):
-            return state
-        method = getattr(self.inner, "skip", None)
-        return None if method is None else method(state, tokens, length)
+        return skipped(self.inner, state, tokens, length)
 
     def ingest(self, state: Any, feed: Feed) -> Any:
         """See :meth:`jaxdraft.base.Drafter.ingest`."""
@@ -97,25 +73,21 @@ class ConfidentDrafter:
         if proposal.lattice is None:
             kind = type(self.inner).__name__
             raise ValueError(f"inner is a {kind}, which proposes no lattice to be judged by")
-        length = jnp.minimum(proposal.length, self.width(proposal.lattice))
+        length = self.width(proposal.lattice, proposal.length)
         pauses = (proposal.length > 0) & (length == 0)
         reason = jnp.where(pauses, NoDraft.PAUSED, info.reason).astype(jnp.int32)
         kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
         tokens = jnp.where(kept, proposal.tokens, NO_TOKEN)
         return state, replace(proposal, tokens=tokens, length=length), replace(info, reason=reason)
 
-    def width(self, lattice: Lattice) -> jax.Array:
-        """Drafts that pay best, [B] int32 in 0..K.
+    def width(self, lattice: Lattice, limit: jax.Array | None = None) -> jax.Array:
+        """Drafts that pay best, [B] int32 in 0..K; no more than ``limit`` [B], if it is given.
 
         Example, K = 2, round_cost 0.5: shares 0.4, 0.5 promise 1.4 and 1.6 tokens for 1.5 steps,
-        and no drafts 1 for 1: two drafts. Shares 0.3, 0.5 promise 1.45 at best: none.
+        and no drafts 1 for 1: two drafts, and none for a row that can use one. Shares 0.3, 0.5
+        promise 1.45 at best: none.
         """
-        share = self.shares(lattice)
-        steps = jnp.arange(share.shape[1] + 1, dtype=jnp.float32)
-        tokens = 1.0 + jnp.cumsum(jnp.cumprod(share, axis=1), axis=1)
-        tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
-        cost = 1.0 + jnp.where(steps > 0, self.round_cost, 0.0) + steps * self.draft_cost
-        return jnp.argmax(tokens / cost[None], axis=1).astype(jnp.int32)
+        return best_width(self.shares(lattice), self.round_cost, self.draft_cost, limit)
 
     @staticmethod
     def shares(lattice: Lattice) -> jax.Array:

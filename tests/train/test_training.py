@@ -22,8 +22,7 @@ from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language
 from jaxdraft.train.optimize import labels, make_step, optimizer, start, trapezoid
 from jaxdraft.train.rounding import round_to_bfloat16
 from jaxdraft.train.sequence import decoder_rows
-
-STEPS = 24
+from tests.train.common import STEPS, continuations
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def batch(target) -> Continuations:
-    tokens = jax.random.randint(jax.random.key(0), (2, STEPS), 0, 48)
-    rows = jax.jit(lambda d, t: decoder_rows(d(), t))(target.decoder, tokens)
-    return Continuations(
-        tokens=tokens,
-        aux=rows.aux,
-        hidden=rows.hidden,
-        anchors=jnp.asarray([[3, 14], [7, 18]]),
-        greedy=jnp.asarray([True, False]),
-    )
+    return continuations(target)
 
 
 def draft_loss(target, **changes) -> DraftLoss:

@@ -1,0 +1,93 @@
+"""What the drafters around a drafter share: they decide how many of its drafts are worth it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdraft.base import Drafter
+
+
+class Around:
+    """A drafter with a drafter ``inner``. It is often silent, and otherwise like the one inside."""
+
+    inner: Drafter
+
+    @property
+    def draft_tokens(self) -> int:
+        """K of the drafter inside."""
+        return self.inner.draft_tokens
+
+    @property
+    def declines(self) -> bool:
+        """It does: rounds without drafts are worth a program of their own."""
+        return True
+
+    @property
+    def overlap(self) -> int:
+        """Of the drafter inside: tokens after a page that its content depends on too."""
+        return getattr(self.inner, "overlap", 0)
+
+
+def pool_of(inner: Drafter, batch: int, sizes: dict[str, int]) -> Any:
+    """The pooled state of ``inner``; one without a pool has its whole state in every row.
+
+    Args:
+      inner: any drafter.
+      batch: B.
+      sizes: of its ``init_pool``.
+    """
+    make = getattr(inner, "init_pool", None)
+    if make is None:
+        return inner.init(batch, sizes["columns"] * sizes["page_size"])
+    return make(batch, **sizes)
+
+
+def skipped(inner: Drafter, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+    """``inner`` goes on behind the first ``length`` [B] positions, if it can; else None."""
+    if not jax.tree.leaves(state):
+        return state
+    method = getattr(inner, "skip", None)
+    return None if method is None else method(state, tokens, length)
+
+
+def check_numbers(rule: Any, bounds: dict[str, tuple[float, float | None]]) -> None:
+    """Numbers of a rule lie in their bounds, least and largest; None: there is no largest.
+
+    Raises:
+      ValueError: one does not. Inside ``jit`` it may be an array, which is not judged.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(rule, name)
+        if isinstance(value, int | float) and not low <= value <= (high or float("inf")):
+            expected = f"at least {low}" if high is None else f"in {low}..{high}"
+            raise ValueError(f"{name} is {value}; expected {expected}")
+
+
+def best_width(
+    stands: jax.Array,
+    round_cost: float | jax.Array,
+    draft_cost: float | jax.Array,
+    limit: jax.Array | None = None,
+) -> jax.Array:
+    """Drafts that promise the most tokens for their cost, [B] int32 in 0..K; ties: the fewest.
+
+    n drafts promise ``1 + s_1 + s_1 s_2 + ... + s_1 ... s_n`` tokens for ``1 + round_cost + n
+    draft_cost`` plain steps of the target, none promise 1 for 1. Leviathan et al.,
+    arXiv:2211.17192, section 3.3, with a chance for every draft.
+
+    Args:
+      stands: s, [B, K] float32: the chance of each draft when those before it stand.
+      round_cost, draft_cost: in plain steps.
+      limit: [B] int32, the most a row can use. Default: K.
+    """
+    drafts = jnp.arange(stands.shape[1] + 1, dtype=jnp.float32)
+    tokens = 1.0 + jnp.cumsum(jnp.cumprod(stands, axis=1), axis=1)
+    tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
+    cost = 1.0 + jnp.where(drafts > 0, round_cost, 0.0) + drafts * draft_cost
+    worth = tokens / cost[None]
+    if limit is not None:
+        worth = jnp.where(drafts[None] <= limit[:, None].astype(jnp.float32), worth, 0.0)
+    return jnp.argmax(worth, axis=1).astype(jnp.int32)
