@@ -34,7 +34,7 @@ from jax import lax
 from tqdm import tqdm
 
 import jaxdraft
-from jaxdraft import Model, checkpoint
+from jaxdraft import Model, checkpoint, sampling
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.nn.decoder import DecoderTarget
@@ -103,8 +103,10 @@ def go_on(
     one = jnp.ones((batch,), jnp.int32)
 
     def choose(logits: jax.Array, key: jax.Array) -> jax.Array:
-        drawn = jax.random.categorical(key, logits / jnp.maximum(heat, 1e-3))
-        return jnp.where(heat > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        def draw() -> jax.Array:  # a quarter of a step's time
+            return jax.random.categorical(key, logits / heat).astype(jnp.int32)
+
+        return lax.cond(heat > 0, draw, lambda: sampling.best_token(logits))
 
     state = target.init(batch, size + new_tokens)
     out = target.forward(prompts, lengths, state, row=lengths - 1)

@@ -123,6 +123,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     packed: bool = False,
+    blocked: bool = False,
     drafter: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
@@ -139,6 +140,9 @@ def load(
       dtype: of the weights and activations; default: the artifact's own.
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
         product, to the same numbers. Head, embedding and experts are dequantized on load always.
+      blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs a
+        window of two to six rows, which is to say one request with one to five drafts, then costs
+        little more than a single row. See :class:`jaxdraft.nn.linear.BlockedLinear`.
       drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
         that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
         DFlash2, DSpark and MTP. An artifact has one at most.
@@ -156,26 +160,32 @@ def load(
     from convert import load_artifact
     from convert.checkpoint import is_checkpoint, load_checkpoint
 
+    if packed and blocked:
+        raise ValueError("packed and blocked are True; expected one of them at most")
     if is_checkpoint(folder):
         if packed:
             raise ValueError("packed is True; a checkpoint has no packed matrices")
         loaded = load_checkpoint(folder, drafter=drafter, dtype=dtype, progress=progress)
-        return assemble(loaded, loaded.folder, name=Path(folder).resolve().name)
+        name = Path(folder).resolve().name
+        return assemble(loaded, loaded.folder, name=name, blocked=blocked)
     if drafter is not None:
         raise ValueError(
             f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
         )
     loaded = load_artifact(folder, dtype=dtype, packed=packed, progress=progress)
-    return assemble(loaded, Path(folder))
+    return assemble(loaded, Path(folder), blocked=blocked)
 
 
-def assemble(loaded: Any, folder: Path, *, name: str | None = None) -> Model:
+def assemble(
+    loaded: Any, folder: Path, *, name: str | None = None, blocked: bool = False
+) -> Model:
     """The model of what the converter read.
 
     Args:
       loaded: a ``convert.Loaded``.
       folder: where the tokenizer is.
       name: for people; default: that of ``folder``.
+      blocked: see :func:`load`.
     """
     from jaxdraft.draft.block import BlockDrafter
     from jaxdraft.draft.mtp import MtpDrafter
@@ -186,6 +196,8 @@ def assemble(loaded: Any, folder: Path, *, name: str | None = None) -> Model:
     embedding = params["embed"]["weight"]
     head = embedding if loaded.target_config.tied else params["head"]["weight"]
     target = DecoderTarget(decoder, loaded.target_config, embedding.dtype)
+    if blocked:
+        target = target.blocked()
     drafter: Drafter = NoDrafter()
     if loaded.drafter is not None:
         shared = dict(

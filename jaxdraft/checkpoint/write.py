@@ -43,6 +43,7 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.nn.linear import BlockedLinear
 
 PARTS = (TARGET, "dflash2", "dspark")
 """Folders of a saved checkpoint."""
@@ -183,6 +184,8 @@ class _Plan:
             stop_ids = model.info.stop_ids if stop_ids is None else stop_ids
         if not isinstance(target, DecoderTarget):
             raise ValueError(f"the target is a {type(target).__name__}; expected a DecoderTarget")
+        if any(isinstance(part, BlockedLinear) for _, part in nnx.iter_modules(target.decoder())):
+            raise ValueError("the target has its matrices in blocks, too: load it without blocked=True")
         self.target = target
         chosen = self._choose(drafters)
         mtp = chosen.pop("mtp", None)

@@ -15,7 +15,15 @@ from jaxdraft.base import TargetOutput
 from jaxdraft.config import TargetConfig
 from jaxdraft.nn.attention import Attention, attend
 from jaxdraft.nn.delta_net import DeltaNet
-from jaxdraft.nn.linear import Embedding, Frozen, Linear, matmul
+from jaxdraft.nn.linear import (
+    BlockedLinear,
+    Embedding,
+    Frozen,
+    Linear,
+    add_blocks,
+    fits_blocks,
+    matmul,
+)
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import Rotary, rotary_tables
@@ -80,6 +88,12 @@ class Decoder(nnx.Module):
         """[V, D]; the embedding itself when the two are tied."""
         return (self.embed if self.config.tied else self.head).weight[...]
 
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Rows after the final norm [..., D] -> [..., V] float32."""
+        if hasattr(self, "head"):
+            return self.head(hidden, out_dtype=jnp.float32)
+        return matmul(hidden, self.embed.weight[...], out_dtype=jnp.float32)
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -122,7 +136,7 @@ class Decoder(nnx.Module):
         last = hidden
         if row is not None:
             last = jnp.take_along_axis(hidden, row[:, None, None], axis=1, mode="clip")
-        logits = matmul(last, self.head_weight, out_dtype=jnp.float32)
+        logits = self.logits(last)
         tentative = DecoderState(pool, state.recurrent, tuple(capsules), sliding)
         return TargetOutput(logits=logits, aux=aux, hidden=hidden, state=tentative)
 
@@ -139,6 +153,18 @@ class DecoderTarget:
     def of(cls, decoder: Decoder) -> DecoderTarget:
         """Freeze ``decoder``."""
         return cls(Frozen.of(decoder), decoder.config, decoder.embed.weight[...].dtype)
+
+    def blocked(self) -> DecoderTarget:
+        """The same target, its matrices in blocks too: twice the memory, for short windows on CPUs.
+
+        Matrices whose outputs do not divide into blocks, and experts, are left as they are. See
+        :class:`jaxdraft.nn.linear.BlockedLinear`.
+        """
+        decoder = self.decoder()
+        add_blocks(decoder)
+        if not hasattr(decoder, "head") and fits_blocks(self.vocab_size):
+            decoder.head = BlockedLinear(decoder.embed.weight[...])
+        return dataclasses.replace(self, decoder=Frozen.of(decoder))
 
     @property
     def vocab_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -38,9 +39,81 @@ class Linear(nnx.Module):
             * jnp.asarray(scale, dtype)
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out], in the dtype of the weights."""
-        return matmul(x, self.weight[...])
+    def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+        """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the weights."""
+        return matmul(x, self.weight[...], out_dtype=out_dtype)
+
+
+class Blocks(nnx.Variable):
+    """A second copy of a matrix, in blocks; no optimizer touches it."""
+
+
+BLOCK = 64
+"""Outputs of a block."""
+
+_FEW_ROWS = range(2, 7)
+"""Rows for which blocks are faster; the kernels take five at a time."""
+
+
+class BlockedLinear(Linear):
+    """A :class:`Linear` that has its weights twice: as they are, and in blocks of 64 outputs.
+
+    The blocks are [out / 64, in, 64], and windows of two to six rows read them: a block lies in
+    memory in the order in which XLA's CPU kernels multiply a few rows, so nothing is repacked, and
+    two to five rows take about the time of one (``experiments/linear_forms.md``). A single row,
+    wider windows and prompts read the plain form.
+
+    Example, blocks of 2 outputs: W = [[1, 2], [3, 4], [5, 6], [7, 8]] lies as [[1, 3], [2, 4]] and
+    [[5, 7], [6, 8]].
+
+    Args:
+      weight: W, [out, in].
+
+    Raises:
+      ValueError: ``out`` does not divide into blocks.
+    """
+
+    def __init__(self, weight: jax.Array):
+        if weight.ndim != 2 or not fits_blocks(weight.shape[0]):
+            raise ValueError(
+                f"weight is {weight.shape}; expected [out, in], out a multiple of {BLOCK}"
+            )
+        self.weight = nnx.Param(weight)
+        self.blocks = Blocks(_to_blocks(weight))
+
+    def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+        """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the weights."""
+        if math.prod(x.shape[:-1]) not in _FEW_ROWS:
+            return super().__call__(x, out_dtype=out_dtype)
+        blocks = self.blocks[...]
+        rows = x.reshape(-1, x.shape[-1]).astype(blocks.dtype)
+        product = lax.dot_general(
+            jnp.broadcast_to(rows[None], (blocks.shape[0], *rows.shape)),
+            blocks,
+            (((2,), (1,)), ((0,), (0,))),
+            precision=precision(blocks.dtype),
+            preferred_element_type=out_dtype,
+        )  # [out / 64, rows, 64]
+        return jnp.swapaxes(product, 0, 1).reshape(*x.shape[:-1], -1)
+
+
+def fits_blocks(outputs: int) -> bool:
+    """Whether so many outputs divide into blocks."""
+    return outputs > 0 and outputs % BLOCK == 0
+
+
+@jax.jit
+def _to_blocks(weight: jax.Array) -> jax.Array:
+    """[out, in] -> [out / 64, in, 64]."""
+    return jnp.swapaxes(weight.reshape(-1, BLOCK, weight.shape[1]), 1, 2)
+
+
+def add_blocks(module: nnx.Module) -> None:
+    """Put a :class:`BlockedLinear` wherever ``module`` has a :class:`Linear` that fits one."""
+    for _, part in list(nnx.iter_modules(module)):
+        for name, linear in list(vars(part).items()):
+            if type(linear) is Linear and fits_blocks(linear.weight[...].shape[0]):
+                setattr(part, name, BlockedLinear(linear.weight[...]))
 
 
 _MANY_ROWS = 512
