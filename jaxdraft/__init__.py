@@ -24,6 +24,7 @@ from jaxdraft.base import (
 from jaxdraft.draft import lattice
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.confident import ConfidentDrafter
+from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
@@ -45,6 +46,7 @@ __all__ = [
     "Engine",
     "EngineEvent",
     "Event",
+    "FallbackDrafter",
     "Feed",
     "Lattice",
     "Logprobs",

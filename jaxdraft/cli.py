@@ -47,7 +47,16 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         help="auto, none, ngram, or a kind that the model has; of a checkpoint, also a drafter's "
-        "folder, or smollm2."
+        "folder, or smollm2; two with a plus between: ngram+auto."
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Drafts a round; default: the drafter's own.")
+]
+BlockedOption = Annotated[
+    bool,
+    typer.Option(
+        "--blocked", help="Twice the memory for cheaper rounds: CPUs, four drafts at most."
     ),
 ]
 
@@ -123,7 +132,9 @@ def generate_command(
     prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
     max_new_tokens: TokensOption = 128,
     drafter: DrafterOption = "auto",
+    draft_tokens: DraftTokensOption = None,
     draft_limit: Annotated[int | None, typer.Option(min=0, help="The most drafts a round.")] = None,
+    blocked: BlockedOption = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
     dtype: DTypeOption = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
@@ -139,7 +150,7 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter)
+        model, drafter = _load(folder, dtype, drafter, blocked=blocked)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -162,6 +173,7 @@ def generate_command(
             [ids],
             max_new_tokens=max_new_tokens,
             drafter=drafter,
+            draft_tokens=draft_tokens,
             draft_limit=draft_limit,
             sampling=None if greedy else sampling,
             key=seed,
@@ -216,14 +228,16 @@ def bench(
     max_new_tokens: TokensOption = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 5,
     drafter: DrafterOption = "auto",
+    draft_tokens: DraftTokensOption = None,
+    blocked: BlockedOption = False,
     dtype: DTypeOption = None,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter)
+        model, drafter = _load(folder, dtype, drafter, blocked=blocked)
         prompts = _bench_prompts(folder, model, prompt)
-        rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
+        rows = _compare(model, prompts, max_new_tokens, repeats, drafter, draft_tokens)
     console.print(_speed_table(rows))
 
 
@@ -291,22 +305,30 @@ class Timed:
 
 
 def _compare(
-    model: Model, prompts: list[Any], max_new_tokens: int, repeats: int, drafter: str
+    model: Model,
+    prompts: list[Any],
+    max_new_tokens: int,
+    repeats: int,
+    drafter: str,
+    draft_tokens: int | None = None,
 ) -> list[Timed]:
     """Decode all prompts plainly and with the drafter, in turn, ``repeats`` times."""
-    names = dict.fromkeys(["none", model.info.drafter if drafter == "auto" else drafter])
+    name = model.info.drafter if drafter == "auto" else drafter
+    drafters = {"none": model.choose("none"), name: model.choose(name, draft_tokens)}
 
     def run(name: str) -> tuple[list[Output], float]:
         start = time.perf_counter()
         outs = [
-            generate(model, [ids], max_new_tokens=max_new_tokens, drafter=name, stop_ids=())
+            generate(
+                model, [ids], max_new_tokens=max_new_tokens, drafter=drafters[name], stop_ids=()
+            )
             for ids in prompts
         ]
         jax.block_until_ready([out.tokens for out in outs])
         return outs, time.perf_counter() - start
 
     rows = []
-    for name in names:
+    for name in drafters:
         with notes.status(f"compiling and warming up: drafter {name}"):
             outputs, first = run(name)
         tokens = sum(len(row) for out in outputs for row in out.ids())
@@ -343,7 +365,9 @@ def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
     return [model.text.encode(prompt)]
 
 
-def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> tuple[Model, str]:
+def _load(
+    folder: Path, dtype: str | None, drafter: str = "auto", *, blocked: bool = False
+) -> tuple[Model, str]:
     """Load with a progress bar; of a checkpoint with several drafters, the one that is named.
 
     Returns:
@@ -358,10 +382,16 @@ def _load(folder: Path, dtype: str | None, drafter: str = "auto") -> tuple[Model
                 task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
             )
 
-        own = drafter not in ("auto", "none", "ngram")
+        # "ngram+smollm2": the one with weights is the last; a folder may have a plus in its name.
+        before, plus, last = (
+            ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
+        )
+        own = last not in ("auto", "none", "ngram")
         own = own and not (folder / "genai_config.json").exists()  # an artifact has one at most
-        model = load(folder, dtype=dtype, progress=progress, drafter=drafter if own else None)
-        return model, model.info.drafter if own else drafter
+        model = load(
+            folder, dtype=dtype, progress=progress, drafter=last if own else None, blocked=blocked
+        )
+        return model, before + plus + (model.info.drafter if own else last)
 
 
 def _print_stream(first: Event, events: Iterator[Event]) -> tuple[Output, float]:

@@ -130,7 +130,8 @@ def generate(
       lengths: [B], with an array: how many ids of each row are its prompt. Default: all.
       max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
       drafter: "auto" (the model's own, if it has one), its kind ("mtp", "dflash2", "dspark"),
-        "ngram" or "none", which always work, or a drafter of your own.
+        "ngram" or "none", which always work; two with a plus between, "ngram+auto", for the second
+        where the first is silent; or a drafter of your own.
       sampling: how tokens are chosen; see :class:`jaxdraft.Sampling`. Default: greedily.
       key: a PRNG key, or a seed for one; needed above temperature zero. Row i draws from
         ``fold_in(key, i)`` alone: what is in the other rows does not matter.

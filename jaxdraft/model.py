@@ -12,6 +12,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft.base import Drafter, Target
+from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.text import Text
@@ -81,7 +82,8 @@ class Model:
 
         Args:
           drafter: "auto", the model's own; its kind, as in ``info.drafter``; "ngram" and "none",
-            which need no weights and always work; or a drafter, which is what it is.
+            which need no weights and always work; two of these with a plus between, "ngram+auto",
+            for the second where the first is silent; or a drafter, which is what it is.
           draft_tokens: K, of a drafter that can have any ("ngram", "mtp"), or up to as many as its
             block has (DFlash2, DSpark). Default: its own.
 
@@ -105,6 +107,9 @@ class Model:
 
     def _named(self, name: str) -> Drafter:
         own = self.info.drafter
+        first, plus, second = name.partition("+")
+        if plus:
+            return FallbackDrafter(self._named(first), self._named(second))
         if name in ("auto", own):
             return self.drafter
         if name == "none":
@@ -114,7 +119,7 @@ class Model:
         raise ValueError(
             f"drafter {name!r} is not here: this model has "
             + (f"{own!r}" if own != "none" else "no drafter of its own")
-            + "; 'auto', 'none' and 'ngram' always work"
+            + "; 'auto', 'none' and 'ngram' always work, and two with a plus between"
         )
 
 
@@ -141,7 +146,7 @@ def load(
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
         product, to the same numbers. Head, embedding and experts are dequantized on load always.
       blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs a
-        window of two to six rows, which is to say one request with one to five drafts, then costs
+        window of two to five rows, which is to say one request with one to four drafts, then costs
         little more than a single row. See :class:`jaxdraft.nn.linear.BlockedLinear`.
       drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
         that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
@@ -176,9 +181,7 @@ def load(
     return assemble(loaded, Path(folder), blocked=blocked)
 
 
-def assemble(
-    loaded: Any, folder: Path, *, name: str | None = None, blocked: bool = False
-) -> Model:
+def assemble(loaded: Any, folder: Path, *, name: str | None = None, blocked: bool = False) -> Model:
     """The model of what the converter read.
 
     Args:

@@ -49,6 +49,20 @@ def test_generate_streams_and_counts() -> None:
     assert "by position" not in plain.stdout
 
 
+def test_generate_takes_two_drafters_fewer_drafts_and_blocks() -> None:
+    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24", "--drafter"]
+    drafted = runner.invoke(app, [*command, "ngram+dspark", "--draft-tokens", "2", "--blocked"])
+    plain = runner.invoke(app, [*command, "none"])
+    assert drafted.exit_code == 0, drafted.output
+    text = [re.split(r"\n[\d.]+ tokens/s", r.stdout)[0] for r in (drafted, plain)]
+    assert text[0] == text[1]
+    accepted = re.search(r"accepted, by position: (.*)", drafted.stdout)
+    assert accepted is not None and accepted[1].count("%") == 2
+    bench = ["bench", str(EMBEDDED), "-n", "8", "--repeats", "1", "--draft-tokens", "2"]
+    result = runner.invoke(app, [*bench, "--drafter", "ngram+dspark"])
+    assert result.exit_code == 0 and re.search(r"ngram\+dspark .*x", result.stdout), result.output
+
+
 def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
     command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "24"]
     command += ["-t", "0.8", "--top-p", "0.9", "--stop", "return"]
@@ -127,3 +141,4 @@ def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> Non
     """What ``--drafter`` of every command does with it."""
     model, named = _load(EMBEDDED, None, kind)
     assert named == model.info.drafter == kind and model.drafter is model.choose(kind)
+    assert _load(EMBEDDED, None, f"ngram+{kind}", blocked=True)[1] == f"ngram+{kind}"

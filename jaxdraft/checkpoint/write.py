@@ -185,7 +185,9 @@ class _Plan:
         if not isinstance(target, DecoderTarget):
             raise ValueError(f"the target is a {type(target).__name__}; expected a DecoderTarget")
         if any(isinstance(part, BlockedLinear) for _, part in nnx.iter_modules(target.decoder())):
-            raise ValueError("the target has its matrices in blocks, too: load it without blocked=True")
+            raise ValueError(
+                "the target has its matrices in blocks, too: load it without blocked=True"
+            )
         self.target = target
         chosen = self._choose(drafters)
         mtp = chosen.pop("mtp", None)

@@ -37,12 +37,21 @@ def pool_of(inner: Drafter, batch: int, sizes: dict[str, int]) -> Any:
     Args:
       inner: any drafter.
       batch: B.
-      sizes: of its ``init_pool``.
+      sizes: of its ``init_pool``. Pages become a ring a row where the drafter has a window.
     """
     make = getattr(inner, "init_pool", None)
     if make is None:
         return inner.init(batch, sizes["columns"] * sizes["page_size"])
+    if "pages" in sizes and windowed(inner):
+        sizes = dict(rings=batch, page_size=sizes["page_size"])
     return make(batch, **sizes)
+
+
+def windowed(drafter: Any) -> bool:
+    """Whether a drafter's pool is given in rings."""
+    while hasattr(drafter, "inner"):
+        drafter = drafter.inner
+    return bool(getattr(getattr(drafter, "config", None), "windowed", False))
 
 
 def skipped(inner: Drafter, state: Any, tokens: jax.Array, length: jax.Array) -> Any:

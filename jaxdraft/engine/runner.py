@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_PAGE, Drafter, Target
+from jaxdraft.draft.around import windowed
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
 from jaxdraft.engine.request import Phase, Request
@@ -77,10 +78,7 @@ class Runner:
     @property
     def misses(self) -> int:
         """How often a row found no room in the drafter's cache."""
-        state = self.state.drafter
-        while hasattr(state, "inner"):
-            state = state.inner
-        return int(getattr(state, "misses", 0))
+        return _misses(self.state.drafter)
 
     def run(
         self, work: Work, active: Mapping[int, Request]
@@ -280,7 +278,7 @@ def empty_memory(
     shared = dict(pages=pages, page_size=page_size, columns=columns)
     rings = dict(rings=batch, page_size=page_size)
     return rows.hosted(
-        (make(target, **shared), make(drafter, **(rings if _windowed(drafter) else shared)))
+        (make(target, **shared), make(drafter, **(rings if windowed(drafter) else shared)))
     )
 
 
@@ -293,11 +291,13 @@ def _memory(state: RoundState) -> Any:
     return state.target, state.drafter
 
 
-def _windowed(drafter: Any) -> bool:
-    """Whether a drafter's pool is given in rings."""
-    while hasattr(drafter, "inner"):
-        drafter = drafter.inner
-    return bool(getattr(getattr(drafter, "config", None), "windowed", False))
+def _misses(state: Any) -> int:
+    """Of a drafter's state, of the one inside it, or of several together."""
+    if hasattr(state, "inner"):
+        return _misses(state.inner)
+    if isinstance(state, tuple) and not hasattr(state, "misses"):
+        return sum(map(_misses, state))
+    return int(getattr(state, "misses", 0))
 
 
 __all__ = ["Runner", "checkpoint_bytes"]

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 
 import jaxdraft
-from jaxdraft import ConfidentDrafter, Model, Sampling, generate, verify
+from jaxdraft import (
+    ConfidentDrafter,
+    FallbackDrafter,
+    Model,
+    NgramDrafter,
+    Sampling,
+    generate,
+    verify,
+)
 from jaxdraft.base import DraftInfo, Feed, Proposal, Support
 from jaxdraft.sampling import PROPOSALS, distribution
 from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
@@ -86,6 +94,14 @@ def test_drafts_cut_by_confidence() -> None:
     drafter = ConfidentDrafter(DRAFTER, round_cost=0.4, draft_cost=0.3)
     widths = drafter.width(DRAFTER.lattice(jnp.arange(VOCAB)))
     assert len(set(np.asarray(widths).tolist())) > 2, "some lattices are cut, and some are not"
+    how = {"temperature": 1.2}
+    p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+def test_drafts_of_two_drafters() -> None:
+    """A lookup's drafts are certain, those of the lattice are drawn: each is judged by its own."""
+    drafter = FallbackDrafter(NgramDrafter(1, 2, 2), DRAFTER)
     how = {"temperature": 1.2}
     p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
     assert p > LIMIT and distance < 1.25, (p, distance)

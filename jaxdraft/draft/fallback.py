@@ -1,0 +1,147 @@
+"""Asks one drafter, and another where the first has nothing to say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Proposal, Support
+from jaxdraft.draft.around import pool_of, skipped
+
+
+@struct.dataclass
+class FallbackDrafter:
+    """Two drafters: a row for which the first is silent gets the drafts of the second.
+
+    Made for :class:`jaxdraft.NgramDrafter` before a drafter with weights: where a text repeats
+    itself, what stood there before is the better draft, and looking it up costs nothing. By name,
+    ``drafter="ngram+auto"``.
+
+    Both take in every committed row, and both are asked in every round; the second is told which
+    rows want nothing of it. Sampled output keeps its distribution: who drafts is decided before
+    anything is drawn. Proposals have no lattice.
+
+    Example, K = 3: of three rows the first proposes ``a b`` for row 0 only, the second ``d e f``
+    for row 1 and nothing for row 2. The proposal is ``a b .``, ``d e f`` and none.
+
+    Attributes:
+      first: any :class:`jaxdraft.base.Drafter` that is often silent.
+      second: any other.
+    """
+
+    first: Drafter
+    second: Drafter
+
+    @property
+    def draft_tokens(self) -> int:
+        """K of the drafter that has more."""
+        return max(self.first.draft_tokens, self.second.draft_tokens)
+
+    @property
+    def declines(self) -> bool:
+        """Only if both do."""
+        return all(getattr(one, "declines", False) for one in self._both)
+
+    @property
+    def overlap(self) -> int:
+        """Tokens after a page that its content depends on too."""
+        return max(getattr(one, "overlap", 0) for one in self._both)
+
+    def with_draft_tokens(self, draft_tokens: int) -> FallbackDrafter:
+        """Both with this K.
+
+        Raises:
+          ValueError: one of them cannot have it.
+        """
+        return FallbackDrafter(*(_with_draft_tokens(d, draft_tokens) for d in self._both))
+
+    @property
+    def _both(self) -> tuple[Drafter, Drafter]:
+        return self.first, self.second
+
+    def init(self, batch: int, capacity: int) -> tuple[Any, Any]:
+        """The states of both."""
+        return self.first.init(batch, capacity), self.second.init(batch, capacity)
+
+    def init_pool(self, batch: int, **sizes: int) -> tuple[Any, Any]:
+        """The pooled states of both; one without a pool has its whole state in every row."""
+        return pool_of(self.first, batch, sizes), pool_of(self.second, batch, sizes)
+
+    def skip(self, state: tuple[Any, Any], tokens: jax.Array, length: jax.Array) -> Any:
+        """Go on behind the first ``length`` [B] positions, if both can; else None."""
+        first = skipped(self.first, state[0], tokens, length)
+        second = skipped(self.second, state[1], tokens, length)
+        return None if first is None or second is None else (first, second)
+
+    def ingest(self, state: tuple[Any, Any], feed: Feed) -> tuple[Any, Any]:
+        """See :meth:`jaxdraft.base.Drafter.ingest`."""
+        return self.first.ingest(state[0], feed), self.second.ingest(state[1], feed)
+
+    def propose(
+        self, state: tuple[Any, Any], feed: Feed
+    ) -> tuple[tuple[Any, Any], Proposal, DraftInfo]:
+        """See :meth:`jaxdraft.base.Drafter.propose`."""
+        one, first, said = self.first.propose(state[0], feed)
+        served = first.length > 0
+        asks = replace(feed, wants_draft=feed.wants_draft & ~served)
+        two, second, also = self.second.propose(state[1], asks)
+        first, second = self._wide(first), self._wide(second)
+        supports = [p.support for p in (first, second) if p.support is not None]
+        support = None
+        if supports:
+            width = max(one.tokens.shape[-1] for one in supports)
+            support = jax.tree.map(
+                lambda a, b: jnp.where(served[:, None, None], a, b),
+                _support(first, width),
+                _support(second, width),
+            )
+        proposal = Proposal(
+            jnp.where(served[:, None], first.tokens, second.tokens),
+            jnp.where(served, first.length, second.length),
+            support=support,
+        )
+        reason = jnp.where(served, said.reason, also.reason)
+        return (one, two), proposal, DraftInfo(reason, said.forwards + also.forwards)
+
+    def _wide(self, proposal: Proposal) -> Proposal:
+        """The proposal with room for K drafts."""
+        more = self.draft_tokens - proposal.tokens.shape[1]
+        tokens = jnp.pad(proposal.tokens, ((0, 0), (0, more)), constant_values=NO_TOKEN)
+        support = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), (0, 0))), proposal.support)
+        return Proposal(tokens, proposal.length, support=support)
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(self, state, feed)
+
+
+def _support(proposal: Proposal, width: int) -> Support:
+    """What drafts were drawn from, over ``width`` tokens a step; a certain draft has it all."""
+    if proposal.support is None:
+        tokens = proposal.tokens[..., None]
+        probs = jnp.ones(tokens.shape, jnp.float32)
+    else:
+        tokens, probs = proposal.support.tokens, proposal.support.probs
+    beside = ((0, 0), (0, 0), (0, width - tokens.shape[-1]))
+    return Support(jnp.pad(tokens, beside, constant_values=NO_TOKEN), jnp.pad(probs, beside))
+
+
+def _with_draft_tokens(drafter: Drafter, draft_tokens: int) -> Drafter:
+    change = getattr(drafter, "with_draft_tokens", None)
+    if change is not None:
+        return change(draft_tokens)
+    if drafter.draft_tokens == draft_tokens:
+        return drafter
+    raise ValueError(
+        f"draft_tokens is {draft_tokens}; a {type(drafter).__name__} of a FallbackDrafter has "
+        f"{drafter.draft_tokens} and no other number"
+    )
+
+
+@jax.jit
+def _step(drafter: FallbackDrafter, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)
