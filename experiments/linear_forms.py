@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import interleave, table, write_result
 from jax import lax
+
+from jaxdraft.nn.linear import BLOCK, blocked_matmul
 
 LAYERS, STEPS = 30, 8
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
@@ -67,11 +70,15 @@ def main() -> None:
     args = parser.parse_args()
     noise = np.random.default_rng(0).standard_normal(1536 * 3072, dtype=np.float32) * 0.03
 
-    def layers(transposed: bool) -> list[list[jax.Array]]:
-        shapes = [(o, i) if transposed else (i, o) for i, o in SHAPES]
-        return [[jnp.array(noise[: a * b].reshape(a, b)) for a, b in shapes] for _ in range(LAYERS)]
+    def layers(shape: Callable[[int, int], tuple[int, ...]]) -> list[list[jax.Array]]:
+        """Copies of their own for every layer: nothing stays in a cache."""
+        shapes = [shape(i, o) for i, o in SHAPES]
+        return [
+            [jnp.array(noise[: math.prod(s)].reshape(s)) for s in shapes] for _ in range(LAYERS)
+        ]
 
-    by_columns, by_rows = layers(False), layers(True)
+    by_columns = layers(lambda inputs, outputs: (inputs, outputs))
+    by_rows = layers(lambda inputs, outputs: (outputs, inputs))
     forms: dict[str, tuple[Product, list[list[jax.Array]]]] = {
         "x @ W, [in, out]": (rows_by_columns, by_columns),
         "W @ x.T, [out, in]": (weights_first, by_rows),
@@ -79,7 +86,9 @@ def main() -> None:
     for parts in (2, 4, 8):
         form = functools.partial(weights_first_in, parts)
         forms[f"W @ x.T, [out, in], batch of {parts}"] = (form, by_rows)
-    counts = (1, 2, 4, 8, 16)
+    blocks = layers(lambda inputs, outputs: (outputs // BLOCK, inputs, BLOCK))
+    forms[f"x @ W, [out / {BLOCK}, in, {BLOCK}]"] = (blocked_matmul, blocks)
+    counts = (1, 2, 4, 5, 6, 8, 16)
     results: dict[str, list[str]] = {name: [] for name in forms}
     for count in counts:
         x = jnp.ones((count, 576))

@@ -5,9 +5,11 @@
 
 ``FOLDER`` is what ``prepare_smollm2.py`` makes, or the model as the hub has it. Prompts are
 ``smollm2_prompts.json``: nothing was trained on them, and they were written before anything was
-measured. Every prompt is answered greedily, one at a time, until the model stops; plain decoding,
-n-gram lookup, the drafter, the drafter with fewer drafts, and these behind
-:class:`jaxdraft.ConfidentDrafter` take turns, prompt by prompt.
+measured. Every prompt is answered greedily, one at a time, until the model stops, by one target
+that has its matrices in blocks, too: plain decoding and every prefill read them as they are, short
+windows the blocks. Plain decoding, n-gram lookup, the drafter with all its drafts, with fewer, with
+fewer where :class:`jaxdraft.ConfidentDrafter` is sure of them, and with fewer where the lookup
+finds nothing (:class:`jaxdraft.FallbackDrafter`) take turns, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import Any
 from common import HERE, interleave, table, write_result
 
 import jaxdraft
-from jaxdraft import ConfidentDrafter, Output, generate, summarize
+from jaxdraft import ConfidentDrafter, FallbackDrafter, NgramDrafter, Output, generate, summarize
 
-DRAFTERS = ("none", "ngram", "dflash2", "fewer", "confident")
+DRAFTERS = ("none", "ngram", "dflash2", "fewer", "confident", "both")
 
 
 @dataclass
@@ -85,13 +87,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="the most an answer has")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=3, help="of fewer drafts")
-    parser.add_argument("--round-cost", type=float, default=0.8, help="of ConfidentDrafter")
+    parser.add_argument("--round-cost", type=float, default=0.5, help="of ConfidentDrafter")
     args = parser.parse_args()
-    model = jaxdraft.load(args.folder, dtype="float32", drafter=args.drafter)
+    model = jaxdraft.load(args.folder, dtype="float32", drafter=args.drafter, blocked=True)
     assert model.text is not None
-    drafters: dict[str, Any] = {name: name for name in DRAFTERS[:3]}
-    drafters["fewer"] = model.choose("dflash2", args.drafts)
-    drafters["confident"] = ConfidentDrafter(drafters["fewer"], round_cost=args.round_cost)
+    lookup, fewer = NgramDrafter(draft_tokens=args.drafts), model.choose("dflash2", args.drafts)
+    drafters: dict[str, Any] = {
+        "none": "none",
+        "ngram": lookup,
+        "dflash2": "dflash2",
+        "fewer": fewer,
+        "confident": ConfidentDrafter(fewer, round_cost=args.round_cost),
+        "both": FallbackDrafter(lookup, fewer),
+    }
     kinds: dict[str, Answers] = {}
     whole = Answers()
     for entry in json.loads((HERE / "smollm2_prompts.json").read_text(encoding="utf-8")):
@@ -139,10 +147,11 @@ def remarks(whole: Answers, model: Any, args: argparse.Namespace) -> str:
         "least and the largest of single prompts. K is "
         f"{model.drafter.draft_tokens} for DFlash2.\n\n"
         f"DFlash2's drafts accepted by position, when those before stand: {by_position}.\n\n"
-        f"*fewer* has the first {args.drafts} drafts of every block, so that the target's window "
-        "is shorter. *confident* is the same behind "
-        f"ConfidentDrafter(round_cost={args.round_cost}): "
-        "drafts are verified where the lattice promises more than they cost.\n\n" + said
+        f"All of it with load(blocked=True). *fewer* has the first {args.drafts} drafts of every "
+        "block, so that the target's window is shorter, and *ngram* has as many. *confident* is "
+        f"*fewer* behind ConfidentDrafter(round_cost={args.round_cost}): drafts are verified where "
+        "the lattice promises more than they cost. *both* is FallbackDrafter: *fewer* where "
+        "*ngram* finds nothing.\n\n" + said
     )
 
 

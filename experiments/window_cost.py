@@ -3,7 +3,8 @@
     python experiments/window_cost.py NAME=FOLDER [NAME=FOLDER ...]
 
 A step is a forward pass and its commit, inside one compiled loop with a carried cache, one request
-at position 100. Windows of all sizes are timed in turn.
+at position 100. Windows of all sizes are timed in turn, with the target's matrices as they are, and
+with blocks beside them (``jaxdraft.load(blocked=True)``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from common import interleave, ratios, table, write_result
 from jax import lax
 
 import jaxdraft
+from jaxdraft.nn.decoder import DecoderTarget
 
 STEPS = 16
 START = 100
@@ -38,19 +40,26 @@ def steps(target: Any, state: Any, tokens: jax.Array) -> Any:
     return lax.fori_loop(0, STEPS, step, (state, tokens))
 
 
-def cost(name: str, folder: Path, windows: list[int], repeats: int) -> list[object]:
-    """One row of the table: milliseconds of one step, and ratios to it."""
-    target = jaxdraft.load(folder).target
+def cost(name: str, folder: Path, windows: list[int], repeats: int) -> list[list[object]]:
+    """Two rows of the table: milliseconds of one plain step, and ratios to it."""
+    model = jaxdraft.load(folder, drafter="none" if (folder / "config.json").exists() else None)
+    assert isinstance(model.target, DecoderTarget)
+    targets = {"no": model.target, "yes": model.target.blocked()}
 
-    def run(rows: int) -> None:
+    def run(blocks: str, rows: int) -> None:
+        target = targets[blocks]
         state = target.init(1, 512)
         state = state.replace(pool=state.pool.replace(length=jnp.full((1,), START, jnp.int32)))
         jax.block_until_ready(steps(target, state, jnp.ones((1, rows), jnp.int32)))
 
-    seconds = interleave({str(n): functools.partial(run, n) for n in windows}, repeats=repeats)
-    one = seconds["1"]
-    row: list[object] = [name, f"{statistics.median(one) / STEPS * 1e3:.1f}"]
-    return row + [f"{ratios(seconds[str(n)], one)[1]:.2f}" for n in windows[1:]]
+    runs = {f"{b} {n}": functools.partial(run, b, n) for b in targets for n in windows}
+    seconds = interleave(runs, repeats=repeats)
+    one = seconds["no 1"]
+    plain = f"{statistics.median(one) / STEPS * 1e3:.1f}"
+    return [
+        [name, b, plain, *(f"{ratios(seconds[f'{b} {n}'], one)[1]:.2f}" for n in windows[1:])]
+        for b in targets
+    ]
 
 
 def main() -> None:
@@ -59,15 +68,16 @@ def main() -> None:
     parser.add_argument("artifacts", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
-    windows = [1, 2, 4, 8, 16]
+    windows = [1, 2, 3, 4, 5, 8, 16]
     rows = [
-        cost(name, Path(folder), windows, args.repeats)
+        row
         for name, _, folder in (entry.partition("=") for entry in args.artifacts)
+        for row in cost(name, Path(folder), windows, args.repeats)
     ]
-    head = ["artifact", "1 row, ms", *(f"{n} rows" for n in windows[1:])]
+    head = ["artifact", "blocks", "1 row, ms", *(f"{n} rows" for n in windows[1:])]
     body = table(head, rows) + (
-        f"\n\nFloat32. Ratios to one row: medians of {args.repeats} pairs after one warm-up, "
-        f"{STEPS} steps each (the empty state is made anew and counted in)."
+        f"\n\nFloat32. Ratios to one row without blocks: medians of {args.repeats} pairs after "
+        f"one warm-up, {STEPS} steps each (the empty state is made anew and counted in)."
     )
     write_result(__file__, "The cost of a verify window", body)
 

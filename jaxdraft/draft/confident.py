@@ -35,8 +35,8 @@ class ConfidentDrafter(Around):
       inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash2, DSpark.
       round_cost: what verifying drafts adds to a round, in plain steps: a window of rows in place
         of one. Take more than what is measured: shares are of the candidates alone, and a drafter
-        is surer than it should be. ``experiments/smollm2.py`` takes 0.8 for a window of four rows,
-        which costs a third of a step more than one (``experiments/window_cost.md``).
+        is surer than it should be. ``experiments/smollm2.py`` takes 0.5 for a window of four rows,
+        which costs a quarter of a step more than one (``experiments/window_cost.md``).
       draft_cost: what each further draft adds, where a window is only as wide as its drafts.
     """
 

@@ -85,16 +85,41 @@ class BlockedLinear(Linear):
         """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the weights."""
         if math.prod(x.shape[:-1]) not in _FEW_ROWS:
             return super().__call__(x, out_dtype=out_dtype)
-        blocks = self.blocks[...]
-        rows = x.reshape(-1, x.shape[-1]).astype(blocks.dtype)
-        product = lax.dot_general(
-            jnp.broadcast_to(rows[None], (blocks.shape[0], *rows.shape)),
-            blocks,
-            (((2,), (1,)), ((0,), (0,))),
-            precision=precision(blocks.dtype),
-            preferred_element_type=out_dtype,
-        )  # [out / 64, rows, 64]
-        return jnp.swapaxes(product, 0, 1).reshape(*x.shape[:-1], -1)
+        return blocked_matmul(x, self.blocks[...], out_dtype=out_dtype)
+
+
+def blocked_matmul(
+    x: jax.Array, blocks: jax.Array, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
+    """[..., in] x [out / 64, in, 64] -> [..., out].
+
+    Args:
+      x: rows; cast to the dtype of ``blocks``.
+      blocks: see :class:`BlockedLinear`.
+      out_dtype: dtype of the sums and of the result; default: that of ``blocks``.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(blocks.dtype)
+    product = lax.dot_general(
+        _repeat(rows, blocks.shape[0]),
+        blocks,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=precision(blocks.dtype),
+        preferred_element_type=out_dtype,
+    )  # [out / 64, rows, 64]
+    return jnp.swapaxes(product, 0, 1).reshape(*x.shape[:-1], blocks.shape[0] * blocks.shape[2])
+
+
+def _repeat(rows: jax.Array, times: int) -> jax.Array:
+    """[rows, in] -> [times, rows, in], as a product with ones.
+
+    XLA fuses a broadcast with what makes ``rows``, a norm or an activation, and computes that
+    ``times`` times; a product takes them as they are, and writes fast. The row of zeros keeps it a
+    product: one over a single number is turned into a broadcast.
+    """
+    flat = jnp.pad(rows.reshape(1, -1), ((0, 1), (0, 0)))
+    ones = jnp.ones((times, 2), rows.dtype)
+    product = lax.dot_general(ones, flat, (((1,), (0,)), ((), ())), precision=precision(rows.dtype))
+    return product.reshape(times, *rows.shape)
 
 
 def fits_blocks(outputs: int) -> bool:
