@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--target", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--groups", type=int, default=55, help="of sequences to write")
+    parser.add_argument("--groups", type=int, default=100, help="of sequences to write")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     model = load_target(args.target)

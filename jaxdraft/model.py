@@ -145,9 +145,10 @@ def load(
       dtype: of the weights and activations; default: the artifact's own.
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
         product, to the same numbers. Head, embedding and experts are dequantized on load always.
-      blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs a
-        window of two to five rows, which is to say one request with one to four drafts, then costs
-        little more than a single row. See :class:`jaxdraft.nn.linear.BlockedLinear`.
+      blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs
+        windows of two to six rows, which is to say one request with one to five drafts, cost less
+        then, and up to five rows little more than one. See
+        :class:`jaxdraft.nn.linear.BlockedLinear`.
       drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
         that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
         DFlash2, DSpark and MTP. An artifact has one at most.

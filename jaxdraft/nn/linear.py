@@ -51,14 +51,14 @@ class Blocks(nnx.Variable):
 BLOCK = 64
 """Outputs of a block."""
 
-_FEW_ROWS = range(2, 6)
-"""Rows for which blocks are faster: the kernels take five at a time."""
+_FEW_ROWS = range(2, 7)
+"""Rows for which blocks are faster. The kernels take five at a time."""
 
 
 class BlockedLinear(Linear):
     """A :class:`Linear` that has its weights twice: as they are, and in blocks of 64 outputs.
 
-    The blocks are [out / 64, in, 64], and windows of two to five rows read them: a block lies in
+    The blocks are [out / 64, in, 64], and windows of two to six rows read them: a block lies in
     memory in the order in which XLA's CPU kernels multiply a few rows, so nothing is repacked, and
     two to five rows take about the time of one (``experiments/linear_forms.md``). A single row,
     wider windows and prompts read the plain form.

@@ -72,3 +72,9 @@ def test_the_drafter_of_the_package(made: Path) -> None:
     rates = [jaxdraft.summarize(out.stats).tokens_per_round for out in (drafted, lookup)]
     assert rates[0] is not None and rates[1] is not None
     assert rates[0] > max(1.3, rates[1])
+    fast = jaxdraft.load(made / "hf", dtype="float32", drafter="smollm2", blocked=True)
+    assert_lossless(fast, fast.choose("ngram+auto", 3), prompts, max_new_tokens=64)
+    both = jaxdraft.generate(fast, prompts, max_new_tokens=64, drafter="ngram+auto", draft_tokens=3)
+    assert both.ids() == drafted.ids()
+    rate = jaxdraft.summarize(both.stats).tokens_per_round
+    assert rate is not None and rate > max(rates[0], rates[1])
