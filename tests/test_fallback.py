@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -140,6 +140,7 @@ def test_lossless_around_every_kind(kind: str) -> None:
         AdaptiveDrafter(FallbackDrafter(first, model.drafter)),
         FallbackDrafter(AdaptiveDrafter(first), model.drafter),
         FallbackDrafter(model.drafter, first),
+        FallbackDrafter(replace(first, draft_tokens=9), model.drafter),
     ):
         assert_lossless(model, drafter, prompts, max_new_tokens=30)
 
@@ -217,8 +218,8 @@ def test_other_weights_compile_nothing() -> None:
 
     def run(scale: float) -> None:
         params = jax.tree.map(lambda x: x * scale, model.drafter.backbone.params)  # type: ignore[attr-defined]
-        backbone = dataclasses.replace(model.drafter.backbone, params=params)  # type: ignore[attr-defined]
-        second = dataclasses.replace(model.drafter, backbone=backbone)  # type: ignore[type-var]
+        backbone = replace(model.drafter.backbone, params=params)  # type: ignore[attr-defined]
+        second = replace(model.drafter, backbone=backbone)  # type: ignore[type-var]
         drafter = FallbackDrafter(NgramDrafter(), second)  # type: ignore[arg-type]
         jaxdraft.generate(model, [[1, 2]], max_new_tokens=8, drafter=drafter)
 

@@ -22,8 +22,9 @@ class FallbackDrafter:
     ``drafter="ngram+auto"``.
 
     Both take in every committed row, and both are asked in every round; the second is told which
-    rows want nothing of it. Sampled output keeps its distribution: who drafts is decided before
-    anything is drawn. Proposals have no lattice.
+    rows want nothing of it, and a block drafter of which no row wants anything does not run.
+    Sampled output keeps its distribution: who drafts is decided before anything is drawn. Proposals
+    have no lattice.
 
     Example, K = 3: of three rows the first proposes ``a b`` for row 0 only, the second ``d e f``
     for row 1 and nothing for row 2. The proposal is ``a b .``, ``d e f`` and none.
