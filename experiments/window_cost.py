@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def cost(name: str, folder: Path, windows: list[int], repeats: int) -> list[list
     def run(blocks: str, rows: int) -> None:
         target = targets[blocks]
         state = target.init(1, 512)
-        state = state.replace(pool=state.pool.replace(length=jnp.full((1,), START, jnp.int32)))
+        state = replace(state, pool=replace(state.pool, length=jnp.full((1,), START, jnp.int32)))
         jax.block_until_ready(steps(target, state, jnp.ones((1, rows), jnp.int32)))
 
     runs = {f"{b} {n}": functools.partial(run, b, n) for b in targets for n in windows}
