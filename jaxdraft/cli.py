@@ -55,9 +55,7 @@ DraftTokensOption = Annotated[
 ]
 BlockedOption = Annotated[
     bool,
-    typer.Option(
-        "--blocked", help="Twice the memory for cheaper rounds: CPUs, four drafts at most."
-    ),
+    typer.Option("--blocked", help="Twice the memory for cheaper rounds of few drafts, on CPUs."),
 ]
 
 

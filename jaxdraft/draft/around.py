@@ -1,4 +1,4 @@
-"""What the drafters around a drafter share: they decide how many of its drafts are worth it."""
+"""What drafters that hold drafters share, and the rule by which drafts are worth verifying."""
 
 from __future__ import annotations
 
