@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jaxdraft import (
     AdaptiveDrafter,
     ConfidentDrafter,
-    Engine,
     Lattice,
     Model,
     NgramDrafter,
@@ -24,6 +23,7 @@ from jaxdraft import (
 )
 from jaxdraft.base import NO_TOKEN, Drafter
 from jaxdraft.testing import LatticeDrafter, TableTarget, assert_lossless, check_stats, tiny_model
+from tests.engine.models import assert_engine_equals_generate
 from tests.test_block_drafter import feed, rows
 from tests.test_generate import compilations
 
@@ -129,12 +129,7 @@ def test_the_engine_runs_it() -> None:
     model = tiny_model("dflash2")
     drafter = ConfidentDrafter(model.drafter, round_cost=0.3)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [7] * 9]
-    alone = [generate(model, [p], max_new_tokens=20).ids()[0] for p in prompts]
-    engine = Engine(model, drafter=drafter, max_batch=2, page_size=8, pages=24)
-    requests = [engine.submit(p, max_new_tokens=20) for p in prompts]
-    for _ in engine.run():
-        pass
-    assert [r.tokens for r in requests] == alone
+    assert_engine_equals_generate(model, drafter, prompts)
 
 
 def test_numbers_compile_nothing() -> None:

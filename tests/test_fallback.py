@@ -17,7 +17,6 @@ import jaxdraft
 from jaxdraft import (
     AdaptiveDrafter,
     ConfidentDrafter,
-    Engine,
     FallbackDrafter,
     Model,
     NgramDrafter,
@@ -27,6 +26,7 @@ from jaxdraft import (
 )
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Proposal, Support
 from jaxdraft.testing import LatticeDrafter, TableTarget, assert_lossless, check_stats, tiny_model
+from tests.engine.models import assert_engine_equals_generate
 from tests.test_generate import compilations
 
 VOCAB = 12
@@ -205,12 +205,7 @@ def test_the_engine_runs_it(kind: str) -> None:
     model = tiny_model(kind)
     drafter = FallbackDrafter(NgramDrafter(1, 3, 2), model.drafter)
     prompts = [[3, 1, 4, 1, 5] * 3, [9, 2, 6], [7] * 9, [3, 1, 4, 1, 5] * 3]
-    alone = [generate(model, [p], max_new_tokens=20).ids()[0] for p in prompts]
-    engine = Engine(model, drafter=drafter, max_batch=2, page_size=8, pages=24)
-    requests = [engine.submit(p, max_new_tokens=20) for p in prompts]
-    for _ in engine.run():
-        pass
-    assert [r.tokens for r in requests] == alone
+    assert_engine_equals_generate(model, drafter, prompts)
 
 
 def test_other_weights_compile_nothing() -> None:

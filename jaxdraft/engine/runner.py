@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_PAGE, Drafter, Target
-from jaxdraft.draft.around import windowed
+from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
 from jaxdraft.engine.request import Phase, Request
@@ -270,16 +270,10 @@ def empty_memory(
     columns: int,
 ) -> tuple[Any, Any]:
     """Empty states of target and drafter, in pools where they have an ``init_pool``."""
-
-    def make(part: Any, **sizes: int) -> Any:
-        pooled = getattr(part, "init_pool", None)
-        return part.init(batch, context) if pooled is None else pooled(batch, **sizes)
-
-    shared = dict(pages=pages, page_size=page_size, columns=columns)
-    rings = dict(rings=batch, page_size=page_size)
-    return rows.hosted(
-        (make(target, **shared), make(drafter, **(rings if windowed(drafter) else shared)))
-    )
+    sizes = dict(pages=pages, page_size=page_size, columns=columns)
+    pooled = getattr(target, "init_pool", None)
+    memory = target.init(batch, context) if pooled is None else pooled(batch, **sizes)
+    return rows.hosted((memory, pool_of(drafter, batch, sizes)))
 
 
 def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:

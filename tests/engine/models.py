@@ -12,8 +12,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxdraft import Model, Output, generate
-from jaxdraft.base import Feed, Proposal, Support, TargetOutput
+from jaxdraft import Engine, Model, Output, generate
+from jaxdraft.base import Drafter, Feed, Proposal, Support, TargetOutput
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.testing import propose_tokens
@@ -199,3 +199,15 @@ def greedy(model: Model, prompt: list[int], new: int, stops: tuple[int, ...] = (
         if ids[-1] in stops or len(ids) >= target.context:
             break
     return ids[len(prompt) :]
+
+
+def assert_engine_equals_generate(model: Model, drafter: Drafter, prompts: list[list[int]]) -> None:
+    """Two rows at a time, over shared pages, say what every prompt says alone and undrafted."""
+    alone = [
+        generate(model, [prompt], max_new_tokens=20, drafter="none").ids()[0] for prompt in prompts
+    ]
+    engine = Engine(model, drafter=drafter, max_batch=2, page_size=8, pages=24)
+    requests = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
+    for _ in engine.run():
+        pass
+    assert [request.tokens for request in requests] == alone
