@@ -22,15 +22,29 @@ from jax.typing import DTypeLike
 from convert.artifact import CONFIG as ARTIFACT
 from convert.build import abstract, check, split
 from convert.errors import ArtifactError, Problems
-from convert.graph import FLOATS, INT8, INT64, DataFiles, Tensor, type_name
-from convert.hub_config import CONFIG, BlockFacts, TargetFacts, read_block, read_target
+from convert.graph import FLOATS, INT8, INT32, INT64, DataFiles, Tensor, type_name
+from convert.hub_config import (
+    CONFIG,
+    BlockFacts,
+    Quantized,
+    TargetFacts,
+    read_block,
+    read_target,
+)
 from convert.load import Loaded, fill_shells
 from convert.parts import Recipes
 from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
 from convert.plan import Shell
 from convert.shards import read_json, read_tensors
 from jaxdraft.checkpoint.files import INDEX, SINGLE
-from jaxdraft.checkpoint.forms import Form, decode, float_dtype, from_int8
+from jaxdraft.checkpoint.forms import (
+    Form,
+    decode,
+    float_dtype,
+    from_int4,
+    from_int8,
+    unpack_int4,
+)
 from jaxdraft.checkpoint.layout import (
     MTP,
     ROTARY,
@@ -39,9 +53,11 @@ from jaxdraft.checkpoint.layout import (
     Entry,
     Part,
     block_layout,
-    in_int8,
+    is_matrix,
     mtp_layout,
+    packed_of,
     scales_of,
+    shape_of,
     target_layout,
 )
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
@@ -252,7 +268,8 @@ class PartFolder:
 
     def stored(self, requested: DTypeLike | None, said: str | None) -> jnp.dtype:
         """What was asked for, what the configuration says, or what the first tensor is."""
-        types = (self.tensors[part.name].data_type for e in self.layout for part in e.parts)
+        names = (part.name for e in self.layout for part in e.parts)
+        types = (self.tensors[name].data_type for name in names if name in self.tensors)
         first = FLOATS[next(each for each in types if each in FLOATS)]
         return jnp.dtype(requested if requested is not None else said or first)
 
@@ -285,7 +302,8 @@ def _read_target(folder: Path, files: DataFiles) -> TargetFolder:
         layout = target_layout(facts.config, facts.family)
         head = [] if facts.mtp is None else mtp_layout(facts.mtp)
         aside = (VISION,) if facts.family.composite else ()
-        _check_tensors([*layout, *head], tensors, weights_file(home), aside, problems)
+        whole = [*layout, *head]
+        _check_tensors(whole, tensors, weights_file(home), aside, problems, facts.quantized)
     return TargetFolder(home, layout, tensors, facts, head, stop_ids)
 
 
@@ -342,8 +360,7 @@ def _read_block(
         tensors = _without_copies(tensors, target, numbers, problems)
         # A confidence head says how many drafts are worth verifying. We verify all.
         aside = ("confidence_head.",) if kinds[0] == "dspark" else ()
-        scaled = _scaled(layout, tensors) if facts.int8 else ()
-        _check_tensors(layout, tensors, weights_file(path), aside, problems, scaled)
+        _check_tensors(layout, tensors, weights_file(path), aside, problems, facts.quantized)
         if facts.config.draft_vocab_size is not None and not problems:
             _check_vocabulary(tensors["d2t"], facts.config.vocab_size, problems)
     return BlockFolder(path, layout, tensors, facts)
@@ -419,15 +436,50 @@ def _stop_ids(folder: Path, target: TargetFacts) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------- tensors
 
 
-def _scaled(layout: Sequence[Entry], tensors: Tensors) -> Collection[str]:
-    """The matrices in eight bits. One that has no scales, or is no int8, is a problem later."""
-    parts = [part for entry in layout if in_int8(entry) for part in entry.parts]
-    return {
-        part.name
-        for part in parts
-        if scales_of(part.name) in tensors
-        or (part.name in tensors and tensors[part.name].data_type == INT8)
-    }
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a tensor has to be."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    types: Collection[int]
+    wanted: str
+
+    @classmethod
+    def of(cls, *shape: int, types: Collection[int] = FLOATS, note: str = "") -> Expected:
+        return cls((shape,), types, f"shape {list(shape)}{note}")
+
+
+def _expected(
+    layout: Sequence[Entry], tensors: Tensors, quantized: Quantized | None
+) -> dict[str, Expected]:
+    """What a layout is stored as. A matrix is in few bits if some of its tensors say so."""
+    found: dict[str, Expected] = {}
+    for entry in layout:
+        bits = quantized.bits if quantized is not None and is_matrix(entry) else None
+        for part in entry.parts:
+            name, shape = part.name, part.shape
+            packed, scales, sizes = packed_of(name), scales_of(name), shape_of(name)
+            int8 = name in tensors and tensors[name].data_type == INT8
+            if bits == 8 and (int8 or scales in tensors):
+                rows = shape[0]
+                forms = (rows, 1), (rows,), (1,), ()
+                wanted = f"shape [{rows}, 1], a scale a row, or [1], one for all"
+                found[name] = Expected.of(*shape, types=(INT8,))
+                found[scales] = Expected(forms, FLOATS, wanted)
+            elif bits == 4 and {packed, scales, sizes} & tensors.keys():
+                assert quantized is not None
+                rows, columns = shape
+                size = quantized.group or columns
+                note = f", eight of a row's {columns} numbers in one"
+                found[packed] = Expected.of(rows, -(-columns // 8), types=(INT32,), note=note)
+                found[scales] = Expected.of(rows, columns // size, note=f", a scale for {size}")
+                if columns % size:
+                    found[scales] = Expected((), (), f"groups of {size} that make {columns} inputs")
+                found[sizes] = Expected.of(2, types=(INT64,))
+            else:
+                types = INTEGERS.get(entry.form, FLOATS)
+                found[name] = Expected.of(*shape, types=types)
+    return found
 
 
 def _check_tensors(
@@ -436,7 +488,7 @@ def _check_tensors(
     file: str,
     aside: tuple[str, ...],
     problems: Problems,
-    scaled: Collection[str] = (),
+    quantized: Quantized | None = None,
 ) -> None:
     """The layout's tensors are there, in their shapes, and no others but those put ``aside``.
 
@@ -446,37 +498,32 @@ def _check_tensors(
       file: that messages name.
       aside: what the names of tensors begin with that are let pass.
       problems: where to report.
-      scaled: tensors that are in eight bits and have scales.
+      quantized: how matrices may be stored in few bits.
     """
-    parts = {part.name: part for entry in layout for part in entry.parts}
+    expected = _expected(layout, tensors, quantized)
     found = Problems()
-    forms = {part.name: entry.form for entry in layout for part in entry.parts}
-    rows = {scales_of(name): parts[name].shape[0] for name in scaled}
-    for name, part in parts.items():
+    for name, each in expected.items():
         tensor = tensors.get(name)
-        wanted = f"shape {list(part.shape)}"
-        types = INTEGERS.get(forms[name], FLOATS) if name not in scaled else (INT8,)
         if tensor is None:
-            found.report(file, f"tensor {name}", "nothing", wanted)
-        elif tensor.shape != part.shape:
-            found.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
-        elif tensor.data_type not in types:
-            _report_type(found, tensor, types)
-    for name, count in rows.items():
-        tensor = tensors.get(name)
-        wanted = f"shape [{count}, 1], a scale a row, or [1], one for all"
-        if tensor is None:
-            found.report(file, f"tensor {name}", "nothing", wanted)
-        elif tensor.shape not in ((count, 1), (count,), (1,), ()):
-            found.report(tensor.file, f"tensor {name}", f"shape {list(tensor.shape)}", wanted)
-        elif tensor.data_type not in FLOATS:
-            _report_type(found, tensor, FLOATS)
+            found.report(file, f"tensor {name}", "nothing", each.wanted)
+        elif tensor.shape not in each.shapes:
+            shape = f"shape {list(tensor.shape)}"
+            found.report(tensor.file, f"tensor {name}", shape, each.wanted)
+        elif tensor.data_type not in each.types:
+            _report_type(found, tensor, each.types)
+    for part in (part for entry in layout for part in entry.parts):
+        sizes = shape_of(part.name)
+        if sizes in expected and sizes in tensors and tensors[sizes].shape == (2,):
+            said = tuple(tensors[sizes].read().tolist())
+            if said != part.shape:
+                where = f"tensor {sizes}"
+                found.report(tensors[sizes].file, where, f"{list(said)}", f"{list(part.shape)}")
     hints = {"lm_head.weight": f" ({CONFIG} says tie_word_embeddings)"}
-    if not any(name.startswith(MTP) for name in parts):
+    if not any(name.startswith(MTP) for name in expected):
         hints |= {
             n: f" ({CONFIG} says no mtp_num_hidden_layers)" for n in tensors if n.startswith(MTP)
         }
-    for name in sorted(tensors.keys() - parts.keys() - rows.keys()):
+    for name in sorted(tensors.keys() - expected.keys()):
         if not name.startswith(aside):
             shape = f"shape {list(tensors[name].shape)}"
             wanted = f"no such tensor{hints.get(name, '')}"
@@ -531,6 +578,24 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """A matrix in four bits; see :func:`jaxdraft.checkpoint.forms.from_int4`."""
+
+    shape: tuple[int, ...]
+    values: Tensor
+    scales: Tensor
+    sizes: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values, self.scales, self.sizes)
+
+    def write(self, out: Array) -> None:
+        values = unpack_int4(self.values.read(), self.shape[1])
+        convert_into(out, from_int4(values, self.scales.read()))
+
+
+@dataclasses.dataclass(frozen=True)
 class Made:
     """Numbers that no file holds."""
 
@@ -546,9 +611,13 @@ class Made:
 
 
 def _piece(part: Part, form: Form, tensors: Tensors) -> Piece:
-    tensor = tensors[part.name]
+    name = part.name
+    if name not in tensors:
+        packed, scales, sizes = (of(name) for of in (packed_of, scales_of, shape_of))
+        return Packed(part.shape, tensors[packed], tensors[scales], tensors[sizes])
+    tensor = tensors[name]
     if tensor.data_type == INT8:
-        return Scaled(tensor, tensors[scales_of(part.name)])
+        return Scaled(tensor, tensors[scales_of(name)])
     if form is not Form.PLAIN:
         return Decoded(tensor, form)
     # A matrix lets go of its pages while it is copied; see Dense.

@@ -117,6 +117,19 @@ _YARN_ROPE = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """How matrices are stored in few bits.
+
+    Attributes:
+      bits: 8 or 4.
+      group: inputs that share a scale; None: those of a row, or all.
+    """
+
+    bits: int
+    group: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetFacts:
     """What a target's ``config.json`` says.
 
@@ -128,6 +141,7 @@ class TargetFacts:
       dtype: what it says it is computed in, or None.
       stop_ids: tokens that end a sequence.
       bos_token_id, pad_token_id: or None.
+      quantized: how matrices may be stored in few bits, or None.
     """
 
     config: TargetConfig
@@ -138,6 +152,7 @@ class TargetFacts:
     stop_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
+    quantized: Quantized | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,14 +164,14 @@ class BlockFacts:
       taps: layers of the target whose entering residual it reads.
       rope: its rotary embedding.
       dtype: what it says it is computed in, or None.
-      int8: matrices may be stored in eight bits.
+      quantized: how matrices may be stored in few bits, or None.
     """
 
     config: BlockDrafterConfig
     taps: tuple[int, ...]
     rope: Rope
     dtype: str | None
-    int8: bool
+    quantized: Quantized | None
 
 
 def read_target(body: Mapping[str, Any], *, head_stored: bool, problems: Problems) -> TargetFacts:
@@ -286,6 +301,34 @@ class _Section:
             inner.only("truncate", True, False)
         return Rope.of_json({**inner.body, "rope_type": kind}), inner
 
+    def quantized(self) -> Quantized | None:
+        """How matrices are stored in few bits: of compressed-tensors' ways, two are implemented."""
+        if self.body.get("quantization_config") is None:
+            return None
+        whole = self.section("quantization_config")
+        whole.only("quant_method", "compressed-tensors")
+        whole.only("format", "int-quantized", "pack-quantized")
+        whole.only("kv_cache_scheme", None)
+        bits = 4 if whole.body.get("format") == "pack-quantized" else 8
+        groups = whole.section("config_groups")
+        sizes: dict[int | None, None] = {}
+        for name in groups.body:
+            group = groups.section(name)
+            group.only("input_activations", None)
+            group.only("output_activations", None)
+            weights = group.section("weights")
+            weights.only("num_bits", bits)
+            weights.only("type", "int")
+            weights.only("symmetric", True)
+            weights.only("dynamic", False)
+            weights.only("actorder", None, "static", "weight")  # "group" permutes the inputs
+            weights.only("strategy", "channel", "tensor" if bits == 8 else "group")
+            grouped = weights.body.get("strategy") == "group"
+            sizes[weights.whole("group_size") if grouped else None] = None
+        if len(sizes) > 1:
+            raise groups.fail("group_size", f"the same everywhere, not {list(sizes)}")
+        return Quantized(bits=bits, group=next(iter(sizes), None))
+
 
 class _Target:
     def __init__(self, body: Mapping[str, Any], problems: Problems):
@@ -307,8 +350,8 @@ class _Target:
             section.only("hidden_act", "silu")
             for key in ("attention_bias", "mlp_bias"):
                 section.only(key, False)
-            if section.body.get("quantization_config") is not None:
-                raise section.fail("quantization_config", "none: weights as numbers")
+        if top is not text and text.body.get("quantization_config") is not None:
+            raise text.fail("quantization_config", "none here: it stands outside")
         text.only("attn_output_gate", self.family.gated)
         width, vocab = text.whole("hidden_size"), text.whole("vocab_size")
         count = text.whole("num_hidden_layers", high=4096)
@@ -341,6 +384,7 @@ class _Target:
             stop_ids=text.tokens("eos_token_id", vocab) or top.tokens("eos_token_id", vocab),
             bos_token_id=text.token("bos_token_id", vocab),
             pad_token_id=text.token("pad_token_id", vocab),
+            quantized=top.quantized(),
         )
 
     def _layers(self, count: int) -> tuple[LayerKind, ...]:
@@ -513,33 +557,14 @@ class _Block:
             conv=self._conv() if dflash2 else None,
             draft_vocab_size=self._draft_vocab(candidates),
         )
-        return BlockFacts(config=config, taps=taps, rope=rope, dtype=top.dtype(), int8=self._int8())
+        return BlockFacts(
+            config=config, taps=taps, rope=rope, dtype=top.dtype(), quantized=top.quantized()
+        )
 
     def _draft_vocab(self, candidates: int) -> int | None:
         if self.top.body.get("draft_vocab_size") is None:
             return None
         return self.top.whole("draft_vocab_size", candidates, self.target.vocab_size)
-
-    def _int8(self) -> bool:
-        """Whether there are matrices in eight bits; of how they are, one way is implemented."""
-        if self.top.body.get("quantization_config") is None:
-            return False
-        whole = self.top.section("quantization_config")
-        whole.only("quant_method", "compressed-tensors")
-        whole.only("format", "int-quantized")
-        whole.only("kv_cache_scheme", None)
-        groups = whole.section("config_groups")
-        for name in groups.body:
-            group = groups.section(name)
-            group.only("input_activations", None)
-            group.only("output_activations", None)
-            weights = group.section("weights")
-            weights.only("num_bits", 8)
-            weights.only("type", "int")
-            weights.only("symmetric", True)
-            weights.only("dynamic", False)
-            weights.only("strategy", "channel", "tensor")
-        return True
 
     def _agree(self, key: str, expected: int) -> None:
         if self.top.whole(key) != expected:

@@ -15,12 +15,19 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from convert.errors import ArtifactError
-from convert.graph import BFLOAT16, FLOAT, FLOAT16, INT8, INT64, DataFiles, Place, Tensor
+from convert.graph import BFLOAT16, FLOAT, FLOAT16, INT8, INT32, INT64, DataFiles, Place, Tensor
 from convert.paths import contained
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 
-_TYPES = {"F32": FLOAT, "F16": FLOAT16, "BF16": BFLOAT16, "I8": INT8, "I64": INT64}
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8}
+_TYPES = {
+    "F32": FLOAT,
+    "F16": FLOAT16,
+    "BF16": BFLOAT16,
+    "I8": INT8,
+    "I32": INT32,
+    "I64": INT64,
+}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I64": 8}
 _MAX_JSON_BYTES = 1 << 26
 
 

@@ -196,6 +196,9 @@ def save(
     int8: Annotated[
         bool, typer.Option("--int8", help="Matrices of block drafters in eight bits.")
     ] = False,
+    int4: Annotated[
+        bool, typer.Option("--int4", help="Matrices of the target and its drafters in four bits.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
 ) -> None:
     """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
@@ -209,7 +212,7 @@ def save(
             kinds = plan_checkpoint(folder, "none").drafters
             others = [_load(folder, None, k)[0].drafter for k in kinds if k != model.info.drafter]
         done = save_checkpoint(
-            model, out, drafters=others, dtype=dtype, int8=int8, overwrite=overwrite
+            model, out, drafters=others, dtype=dtype, int8=int8, int4=int4, overwrite=overwrite
         )
     for part in done.parts:
         console.print(f"wrote {done.folder / part}")

@@ -7,8 +7,10 @@ is :mod:`convert.hub_config`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from jaxdraft.checkpoint.forms import INT4_GROUP
 from jaxdraft.checkpoint.layout import (
     LLAMA,
     QWEN3,
@@ -112,6 +114,7 @@ def target_json(
     dtype: str,
     mtp: MtpConfig | None = None,
     stop_ids: tuple[int, ...] = (),
+    int4: bool = False,
 ) -> Json:
     """``config.json`` of a target.
 
@@ -122,6 +125,7 @@ def target_json(
       dtype: name of the dtype to compute in.
       mtp: description of the multi-token-prediction head stored with it, if one is.
       stop_ids: tokens that end a sequence.
+      int4: the matrices are stored in four bits.
 
     Raises:
       ValueError: the family cannot say what ``config`` says.
@@ -157,8 +161,13 @@ def target_json(
             "sliding_window": config.sliding.window,
             "use_sliding_window": True,
         }
+    quantized: Json = {}
+    if int4:
+        ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
+        quantized = {"quantization_config": quantization_json(4, ignored)}
     if not family.composite:
-        return {"architectures": [family.architecture], "model_type": family.model_type, **text}
+        known = {"architectures": [family.architecture], "model_type": family.model_type}
+        return {**known, **text, **quantized}
     text |= _hybrid_json(config, a, rope)
     text |= {
         "model_type": f"{family.model_type}_text",
@@ -181,6 +190,7 @@ def target_json(
         },
         "vision_end_token_id": last - 3,
         "vision_start_token_id": last - 2,
+        **quantized,
     }
 
 
@@ -189,27 +199,34 @@ def generation_json(stop_ids: tuple[int, ...]) -> Json:
     return {"_from_model_config": True, "eos_token_id": _ids(stop_ids), "use_cache": True}
 
 
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "channel",
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "output_activations": None,
-        }
-    },
-    "ignore": [],
-}
-"""``quantization_config`` of matrices in eight bits, one scale a row; activations stay floats."""
+def quantization_json(bits: int, ignore: Sequence[str] = ()) -> Json:
+    """``quantization_config`` of matrices in eight bits or four; activations stay floats.
+
+    Source: compressed-tensors. Eight bits have a scale a row (``int-quantized``), four one for each
+    :data:`jaxdraft.checkpoint.forms.INT4_GROUP` inputs (``pack-quantized``).
+
+    Args:
+      bits: 8 or 4.
+      ignore: names of linear maps that stay floats.
+    """
+    weights: Json = {"num_bits": bits, "type": "int", "symmetric": True}
+    weights |= (
+        {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": INT4_GROUP}
+    )
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**weights, "dynamic": False},
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": list(ignore),
+    }
 
 
 def block_json(
@@ -218,7 +235,7 @@ def block_json(
     rope: Rope,
     *,
     dtype: str,
-    int8: bool = False,
+    bits: int | None = None,
 ) -> Json:
     """``config.json`` of a block drafter.
 
@@ -227,7 +244,7 @@ def block_json(
       taps: the target's layers whose entering residual it reads, in order.
       rope: its rotary embedding.
       dtype: name of the dtype to compute in.
-      int8: the matrices are stored in eight bits.
+      bits: in which the matrices are stored, 8 or 4; None: as floats.
 
     Raises:
       ValueError: the layout cannot say what ``config`` says.
@@ -259,8 +276,8 @@ def block_json(
         }
     if config.draft_vocab_size is not None:
         json["draft_vocab_size"] = config.draft_vocab_size
-    if int8:
-        json["quantization_config"] = INT8
+    if bits is not None:
+        json["quantization_config"] = quantization_json(bits)
     block: Json = {
         # Checkpoints name a tap by the layer it leaves, we by the layer it enters.
         "target_layer_ids": [tap - 1 for tap in taps],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -116,3 +117,71 @@ def to_int8(matrix: Array, scale_dtype: np.dtype) -> tuple[Array, Array]:
 def from_int8(values: Array, scale: Array) -> Array:
     """What :func:`to_int8` stands for, float32. One scale for all, or one a row."""
     return values.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
+
+
+INT4_GROUP = 64
+"""Inputs that share a scale in the files that are written."""
+
+
+def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
+    """A matrix [out, in] in four bits: ``matrix ~ values * scale``, a scale for ``group`` inputs.
+
+    Symmetric: the largest number of a group becomes 7 or -7, and -8 is not used, so that what was
+    stored once is stored the same again. Scales are bfloat16. Source: compressed-tensors' format
+    ``pack-quantized``, strategy ``group``.
+
+    Example, groups of two: the row [0.5, -1.75, 0, 0] has the scales [0.25, 0] and the values
+    [2, -7, 0, 0].
+
+    Args:
+      matrix: float32, of numpy or of jax; the result is of the same library.
+      group: divides ``in``.
+
+    Returns:
+      int8 [out, in] in -7..7, and bfloat16 scales [out, in / group].
+
+    Raises:
+      ValueError: the rows do not divide into groups.
+    """
+    rows, columns = matrix.shape
+    if columns % group:
+        raise ValueError(f"a row has {columns} numbers; expected groups of {group}")
+    groups = matrix.reshape(rows, columns // group, group)
+    scale = (abs(groups).max(axis=2) / 7).astype(jnp.bfloat16)
+    step = scale.astype(np.float32)
+    step = step + (step == 0).astype(np.float32)  # a group of zeros stays one
+    values = (groups / step[..., None]).round().clip(-7, 7)
+    return values.reshape(rows, columns).astype(np.int8), scale
+
+
+def from_int4(values: Any, scale: Any) -> Any:
+    """What :func:`to_int4` stands for, float32, of the library its arguments are of."""
+    rows, groups = scale.shape
+    wide = values.astype(np.float32).reshape(rows, groups, -1)
+    return (wide * scale.astype(np.float32)[..., None]).reshape(rows, -1)
+
+
+def pack_int4(values: Array) -> Array:
+    """Eight numbers in an int32, each plus 8, the first in the lowest bits; rows filled with zeros.
+
+    Example: [1, -8, 7] is the bits 1111 0000 1001 below others that are zero, 0x0F09.
+
+    Args:
+      values: int8 [out, in], in -8..7.
+
+    Returns:
+      int32 [out, ceil(in / 8)].
+    """
+    rows, columns = values.shape
+    raised = (values + np.int8(8)).astype(np.uint32)
+    raised = np.pad(raised, [(0, 0), (0, -columns % 8)]).reshape(rows, -1, 8)
+    places = np.uint32(4) * np.arange(8, dtype=np.uint32)
+    return np.bitwise_or.reduce(raised << places, axis=2).view(np.int32)
+
+
+def unpack_int4(packed: Array, columns: int) -> Array:
+    """What :func:`pack_int4` packed: int8 [out, columns]."""
+    places = np.uint32(4) * np.arange(8, dtype=np.uint32)
+    raised = packed.view(np.uint32)[..., None] >> places & np.uint32(15)
+    values = raised.reshape(packed.shape[0], -1)[:, :columns]
+    return values.astype(np.int8) - np.int8(8)

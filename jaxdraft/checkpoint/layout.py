@@ -5,8 +5,9 @@ an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoi
 kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
 tables are not stored at all: :mod:`jaxdraft.checkpoint.rotary`.
 
-A block drafter's matrices may be stored in eight bits, with a tensor of scales beside each:
-:func:`in_int8` says which. Those of its pair scores are tables, not matrices.
+Matrices may be stored in eight bits, with a tensor of scales beside each, or in four, where three
+tensors take the place of one: :func:`is_matrix` says which. Embeddings, heads and the codebooks of
+pair scores are tables, not matrices.
 
 Source: the state dictionaries of transformers' ``qwen3_5``, ``qwen3_5_moe``, ``qwen3`` and
 ``llama``; what the ``dflash2`` and ``dspark`` builders of onnxruntime-genai read.
@@ -221,14 +222,28 @@ def block_layout(config: BlockDrafterConfig) -> list[Entry]:
     return entries
 
 
-def in_int8(entry: Entry) -> bool:
-    """Whether a block drafter's parameter is a matrix of products, in ``torch`` a ``Linear``."""
-    return entry.path[-1] == "weight" and len(entry.shape) == 2
+def is_matrix(entry: Entry) -> bool:
+    """Whether a parameter is a matrix of products, in ``torch`` a ``Linear`` other than the head.
+
+    The router of experts is none.
+    """
+    table = entry.path[0] in ("embed", "head") or "router" in entry.path
+    return entry.path[-1] == "weight" and len(entry.shape) == 2 and not table
 
 
 def scales_of(name: str) -> str:
-    """Name of the scales of a matrix in eight bits."""
+    """Name of the scales of a matrix in eight or four bits."""
     return f"{name}_scale"
+
+
+def packed_of(name: str) -> str:
+    """Name of the numbers of a matrix in four bits."""
+    return f"{name}_packed"
+
+
+def shape_of(name: str) -> str:
+    """Name of the shape of a matrix in four bits, which its packed numbers do not tell."""
+    return f"{name}_shape"
 
 
 def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:

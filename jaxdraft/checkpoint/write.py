@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,11 +18,15 @@ from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as words
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
 from jaxdraft.checkpoint.forms import (
+    INT4_GROUP,
     Form,
     difference,
     encode,
     float_dtype,
+    from_int4,
     from_int8,
+    pack_int4,
+    to_int4,
     to_int8,
 )
 from jaxdraft.checkpoint.layout import (
@@ -30,13 +35,16 @@ from jaxdraft.checkpoint.layout import (
     Entry,
     Part,
     block_layout,
-    in_int8,
+    is_matrix,
     mtp_layout,
+    packed_of,
     scales_of,
+    shape_of,
     target_layout,
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import Rope, fits, recover
+from jaxdraft.config import MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
@@ -93,6 +101,7 @@ def save(
     rope: Mapping[str, Rope] | None = None,
     stop_ids: tuple[int, ...] | None = None,
     int8: bool = False,
+    int4: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
@@ -123,6 +132,11 @@ def save(
       int8: store the matrices of block drafters in eight bits, one scale a row, as
         compressed-tensors does (``int-quantized``). Drafts change a little, and nothing else can:
         the target verifies them.
+      int4: store the matrices of the target, of its multi-token-prediction head and of block
+        drafters in four bits, one scale for 64 inputs, as compressed-tensors does
+        (``pack-quantized``). This changes the target, unless its matrices are such numbers: those
+        that come from such a checkpoint are, and those trained for it
+        (:func:`jaxdraft.train.round_to_int4`).
       overwrite: replace ``folder`` if it is a saved checkpoint and nothing else.
       max_shard_bytes: bytes of tensors in one file.
 
@@ -140,8 +154,11 @@ def save(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     check_free(folder, PARTS, overwrite=overwrite)
+    if int8 and int4:
+        raise ValueError("int8 and int4 are both asked for; expected one of them")
+    bits = 4 if int4 else 8 if int8 else None
     rounded: dict[str, float] = {}
-    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, int8, rounded)
+    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, bits, rounded)
     files = _tokenizer_files(model, tokenizer)
     with appearing(folder) as making:
         for name, part in plan.parts.items():
@@ -173,11 +190,11 @@ class _Plan:
         compute_dtype: np.dtype | None,
         ropes: Mapping[str, Rope],
         stop_ids: tuple[int, ...] | None,
-        int8: bool,
+        bits: int | None,
         rounded: dict[str, float],
     ):
         self.dtype, self.compute_dtype = dtype, compute_dtype
-        self.ropes, self.int8, self.rounded = ropes, int8, rounded
+        self.ropes, self.bits, self.rounded = ropes, bits, rounded
         target = model
         if isinstance(model, Model):
             target, drafters = model.target, [model.drafter, *drafters]
@@ -241,6 +258,9 @@ class _Plan:
     def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Part:
         config, found = self.target.config, _parameters(self.target.decoder.params)
         family = words.family_of(config)
+        bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
+        if bits and isinstance(config.mlp, MoeConfig):
+            raise ValueError("int4 is asked for, and there are experts; expected a dense target")
         rope = self._rope(TARGET, found)
         stored = self._stored(self.target.dtype)
         body = words.target_json(
@@ -250,12 +270,13 @@ class _Plan:
             dtype=(self.compute_dtype or stored).name,
             mtp=None if mtp is None else mtp.config,
             stop_ids=stop_ids,
+            int4=bits == 4,
         )
-        tensors = list(self._tensors(TARGET, target_layout(config, family), found))
+        tensors = list(self._tensors(TARGET, target_layout(config, family), found, bits))
         if mtp is not None:
             head = _parameters(mtp.mtp.params)
             _check_tables("mtp", head, rope)
-            tensors += self._tensors(TARGET, mtp_layout(mtp.config), head)
+            tensors += self._tensors(TARGET, mtp_layout(mtp.config), head, bits)
         if family.composite:
             for name, shape in words.vision_tower(config).items():
                 zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
@@ -273,9 +294,9 @@ class _Plan:
             self.target.config.taps,
             rope,
             dtype=(self.compute_dtype or stored).name,
-            int8=self.int8,
+            bits=self.bits,
         )
-        tensors = self._tensors(config.kind, block_layout(config), found, int8=self.int8)
+        tensors = self._tensors(config.kind, block_layout(config), found, self.bits)
         return _Part({"config.json": body}, tuple(tensors))
 
     def _stored(self, own: DTypeLike) -> np.dtype:
@@ -297,7 +318,7 @@ class _Plan:
         return rope
 
     def _tensors(
-        self, part: str, layout: Sequence[Entry], found: Parameters, *, int8: bool = False
+        self, part: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
     ) -> Iterator[Tensor]:
         """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
         for path in sorted(found.keys() - {entry.path for entry in layout} - set(ROTARY), key=str):
@@ -320,8 +341,9 @@ class _Plan:
                 stored = np.dtype(np.int64)
             start = 0
             for piece in entry.parts:
-                if int8 and in_int8(entry):
-                    yield from self._in_int8(part, leaf, start, piece, stored)
+                if bits and is_matrix(entry):
+                    write = self._in_int8 if bits == 8 else self._in_int4
+                    yield from write(part, leaf, start, piece, stored)
                 else:
                     make = self._maker(part, leaf, entry.form, start, piece, stored)
                     yield Tensor(piece.name, piece.shape, stored, make)
@@ -344,6 +366,33 @@ class _Plan:
         rows = (piece.shape[0], 1)
         yield Tensor(piece.name, piece.shape, np.dtype(np.int8), lambda: both()[0])
         yield Tensor(scales_of(piece.name), rows, dtype, lambda: both()[1])
+
+    def _in_int4(
+        self, part: str, leaf: Any, start: int, piece: Part, dtype: np.dtype
+    ) -> Iterator[Tensor]:
+        """Three tensors; scales are bfloat16, whatever ``dtype``."""
+        rows, columns = piece.shape
+        if columns % INT4_GROUP:
+            raise ValueError(
+                f"{part}: tensor {piece.name} has rows of {columns}; four bits need a multiple of "
+                f"{INT4_GROUP}"
+            )
+
+        @functools.cache
+        def both() -> tuple[np.ndarray, np.ndarray]:
+            matrix = np.asarray(leaf).reshape(-1)[start : start + piece.size].reshape(piece.shape)
+            wide = matrix.astype(np.float32)
+            values, scale = to_int4(wide)
+            moved = np.abs(from_int4(values, scale) - wide).max(initial=0)
+            if moved:
+                self.rounded[f"{part}/{piece.name}"] = float(moved)
+            return pack_int4(values), scale
+
+        shapes = (rows, -(-columns // 8)), (rows, columns // INT4_GROUP), (2,)
+        names = packed_of(piece.name), scales_of(piece.name), shape_of(piece.name)
+        types = np.dtype(np.int32), np.dtype(jnp.bfloat16), np.dtype(np.int64)
+        makers = lambda: both()[0], lambda: both()[1], lambda: np.asarray(piece.shape, np.int64)
+        yield from map(Tensor, names, shapes, types, makers)
 
     def _maker(
         self, part: str, leaf: Any, form: Form, start: int, piece: Part, dtype: np.dtype

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
+from jax import lax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxdraft.nn.linear import Frozen
@@ -100,7 +101,11 @@ def start(frozen: Frozen, transform: optax.GradientTransformation) -> TrainState
 
 
 def make_step(
-    frozen: Frozen, loss: Loss, transform: optax.GradientTransformation
+    frozen: Frozen,
+    loss: Loss,
+    transform: optax.GradientTransformation,
+    *,
+    rounding: Callable[[Any], Any] | None = None,
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """A compiled training step. It donates the state.
 
@@ -108,6 +113,10 @@ def make_step(
       frozen: the module's structure; its arrays come from the state.
       loss: what to minimise.
       transform: from :func:`optimizer`, or any other of optax.
+      rounding: parameters -> what the loss sees in their place, such as
+        :func:`jaxdraft.train.rounding.round_to_int4`. Gradients pass it as if it were not there
+        (Bengio, Leonard, Courville, arXiv:1308.3432: the straight-through estimator); the state
+        keeps the parameters as they are.
 
     Returns:
       ``(state, batch, rate) -> (state, metrics)``; ``rate`` [] float32 scales the update, 0..1.
@@ -122,7 +131,10 @@ def make_step(
             return tree.unflatten([next(each[0] if is_float else each[1]) for is_float in floats])
 
         def of(params: list[jax.Array]) -> tuple[jax.Array, Metrics]:
-            return loss(Frozen(whole(params, integers), frozen.structure)(), batch)
+            seen = whole(params, integers)
+            if rounding is not None:
+                seen = jax.tree.map(_straight_through, seen, rounding(seen))
+            return loss(Frozen(seen, frozen.structure)(), batch)
 
         moving, integers = (
             [leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float == wanted]
@@ -145,6 +157,13 @@ def make_step(
         }
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _straight_through(value: jax.Array, rounded: jax.Array) -> jax.Array:
+    """``rounded``, with the gradient of ``value``. Nothing is lost in the sum: one term is zero."""
+    if value is rounded or not jnp.issubdtype(value.dtype, jnp.floating):
+        return rounded
+    return lax.stop_gradient(rounded) + (value - lax.stop_gradient(value))
 
 
 def constrain(params: Any) -> Any:

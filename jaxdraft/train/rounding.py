@@ -1,4 +1,8 @@
-"""Weights that are bfloat16 values, so that every export of a family holds the same numbers."""
+"""Weights that are numbers of a narrower type, so that every export of a family holds the same.
+
+Matrices can be trained for four bits: a loss that sees them rounded (``make_step(rounding=...)``)
+makes weights that lose nothing when they are stored so.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,30 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from jaxdraft.checkpoint.forms import from_int4, to_int4
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.train.optimize import Labels
 
 
-def round_to_bfloat16(frozen: Frozen, *, shifted_norms: bool) -> Frozen:
+def round_to_int4(params: Any, kinds: Labels) -> Any:
+    """Round matrices to what four bits and a scale for 64 inputs can say, and keep their dtype.
+
+    Args:
+      params: as in :class:`jaxdraft.nn.linear.Frozen`.
+      kinds: of :func:`jaxdraft.train.optimize.labels`; what is no "matrix" stays as it is.
+    """
+
+    def one(kind: str, value: jax.Array) -> jax.Array:
+        if kind != "matrix":
+            return value
+        return from_int4(*to_int4(value.astype(jnp.float32))).astype(value.dtype)
+
+    return jax.tree.map(one, kinds, params)
+
+
+def round_to_bfloat16(
+    frozen: Frozen, *, shifted_norms: bool, kinds: Labels | None = None
+) -> Frozen:
     """Round what a checkpoint stores to bfloat16, and keep the arrays' dtype.
 
     A checkpoint does not store every array as it is used: a decay is ``-exp(A_log)``, and the
@@ -23,7 +47,16 @@ def round_to_bfloat16(frozen: Frozen, *, shifted_norms: bool) -> Frozen:
       frozen: a module.
       shifted_norms: its RMSNorms store ``weight - 1``: targets and MTP heads of Qwen3.5. The gated
         norm inside a delta net never does.
+      kinds: of :func:`jaxdraft.train.optimize.labels`, if its matrices are stored in four bits:
+        they are rounded to those.
     """
+    if kinds is not None:
+        int4 = round_to_int4(frozen.params, kinds)
+        others = round_to_bfloat16(frozen, shifted_norms=shifted_norms).params
+        chosen = jax.tree.map(
+            lambda kind, narrow, wide: narrow if kind == "matrix" else wide, kinds, int4, others
+        )
+        return Frozen(chosen, frozen.structure)
     params = {p for p, v in nnx.to_flat_state(nnx.state(frozen())) if isinstance(v, nnx.Param)}
 
     def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:

@@ -84,7 +84,7 @@ TARGET: list[tuple[Callable[[Json], None], str]] = [
     (put(TEXT, "mtp_num_hidden_layers", value=2), "mtp_num_hidden_layers: found 2"),
     (put(TEXT, "mtp_num_hidden_layers", value=0), "tensor mtp.fc.weight: found shape [32, 64]"),
     (put(TEXT, "mtp_use_dedicated_embeddings", value=True), "mtp_use_dedicated_embeddings: found"),
-    (put("quantization_config", value={"quant_method": "fp8"}), "quantization_config: found"),
+    (put("quantization_config", value={"quant_method": "fp8"}), "quant_method: found"),
     (put("tie_word_embeddings", value=True), "tie_word_embeddings: found false, expected true or"),
     (put("dtype", value="float8"), 'dtype: found "float8", expected one of float32'),
     (put(TEXT, "eos_token_id", value=48), "eos_token_id: found 48, expected a token id in 0..47"),
@@ -388,8 +388,8 @@ SMALL: list[tuple[Callable[[Json], None], str]] = [
         'quant_method: found "gptq", expect',
     ),
     (
-        put("quantization_config", "format", value="pack-quantized"),
-        'format: found "pack-quantized"',
+        put("quantization_config", "format", value="float-quantized"),
+        'format: found "float-quantized"',
     ),
     (
         put("quantization_config", "kv_cache_scheme", value={}),

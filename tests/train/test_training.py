@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import jaxdraft
 from jaxdraft import testing
+from jaxdraft.config import MlpConfig
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.train import initialize
 from jaxdraft.train.blocks import block_features
@@ -20,7 +23,7 @@ from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, contin
 from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language_loss
 from jaxdraft.train.optimize import labels, make_step, optimizer, start, trapezoid
-from jaxdraft.train.rounding import round_to_bfloat16
+from jaxdraft.train.rounding import round_to_bfloat16, round_to_int4
 from jaxdraft.train.sequence import decoder_rows
 from tests.train.common import STEPS, continuations
 
@@ -198,6 +201,35 @@ def test_what_learns_how(target) -> None:
     assert kinds["embed"]["weight"] == kinds["head"]["weight"] == "vector"
     assert kinds["rotary"]["cos"] == "fixed"
     assert labels(drafter(target, "dflash2"))["predecessor"] == "vector"
+
+
+def test_gradients_pass_rounding_as_if_it_were_not_there() -> None:
+    """One step of plain descent: the gradient is taken where the loss looked, at the rounded."""
+    mlp = MlpConfig(hidden=64)
+    target = testing.tiny_target(width=64, layers=("attention",), taps=(), mlp=mlp)
+    frozen, kinds = target.decoder, labels(target.decoder)
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    transform = optax.sgd(1.0)
+    rounding = functools.partial(round_to_int4, kinds=kinds)
+    step = make_step(frozen, language_loss, transform, rounding=rounding)
+    rounded = Frozen(rounding(frozen.params), frozen.structure)
+    plain = make_step(rounded, language_loss, transform)
+    one = jnp.ones((), jnp.float32)
+    after, metrics = step(start(frozen, transform), tokens, one)
+    there, same = plain(start(rounded, transform), tokens, one)
+    assert float(metrics["loss"]) == pytest.approx(float(same["loss"]), rel=1e-6)
+
+    def moved(a, b):
+        return np.asarray(b) - np.asarray(a)
+
+    ours = jax.tree.map(moved, frozen.params, after.params)
+    theirs = jax.tree.map(moved, rounded.params, there.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), ours, theirs)
+    assert np.abs(ours["layers"][0]["mixer"]["qkv"]["weight"]).max() > 1e-4
+    before, seen = (
+        np.asarray(each.params["layers"][0]["mixer"]["qkv"]["weight"]) for each in (frozen, rounded)
+    )
+    assert np.abs(seen - before).max() > 1e-3
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path) -> None:
