@@ -6,8 +6,8 @@
 first cut is taken (``train_family.cuts``), or the next one if the target hesitates after it: if its
 two best logits come closer than ``SURE`` anywhere. The greedy tokens are those of transformers, in
 float32, which reads the checkpoint in an interpreter that has it (``pip install torch==2.13.0
-transformers==5.24.0``; ``.[full]`` has both). Our own greedy tokens have to be the same with each
-drafter, and the accepted drafts of every round are ours.
+transformers==5.24.0 compressed-tensors``; ``.[full]`` has them). Our own greedy tokens have to be
+the same with each drafter, and the accepted drafts of every round are ours.
 """
 
 from __future__ import annotations

@@ -2,32 +2,36 @@
 
     python experiments/train_family.py text target --out FOLDER
     python experiments/train_family.py continue dflash2 dspark dspark-more mtp --out FOLDER
-    python experiments/train_family.py save evaluate --out FOLDER
+    python experiments/train_family.py save evaluate speed --out FOLDER
 
 Stages run in the order given; each leaves its result in the folder and can be stopped and started
 again. The text is the Python standard library's own source (PSF licence), ten files of which are
 held out whole; the tokens are a byte-level BPE of that text; drafters learn from the frozen
-target's own continuations, greedy and sampled. Every weight ends as a bfloat16 value, and ``save``
-writes the checkpoints that the field's runtimes and exporters read. The result of ``evaluate`` is
-``train_family.md``.
+target's own continuations, greedy and sampled. Losses see every matrix rounded to four bits, the
+rest ends as bfloat16 values, and ``save`` writes the checkpoints that the field's runtimes and
+exporters read, without a loss. The result of ``evaluate`` is ``train_family.md``, that of ``speed``
+``train_family_speed.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import statistics
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import table, write_result
+from common import interleave, ratios, table, write_result
 from flax import nnx
 from tqdm import tqdm
 
-from jaxdraft import Model, Output, Sampling, checkpoint, generate
+from jaxdraft import Model, Output, Sampling, checkpoint, generate, summarize
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -49,8 +53,8 @@ from jaxdraft.train import initialize
 from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, continue_prompts
 from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import DraftLoss, language_loss
-from jaxdraft.train.optimize import labels, make_step, optimizer, start, trapezoid
-from jaxdraft.train.rounding import round_to_bfloat16
+from jaxdraft.train.optimize import Labels, labels, make_step, optimizer, start, trapezoid
+from jaxdraft.train.rounding import round_to_bfloat16, round_to_int4
 
 HELD_OUT = (
     "asyncio/locks.py",
@@ -92,6 +96,7 @@ PROMPTS = (64, 144, 224)  # tokens of text before them
 TEMPERATURE = 0.8
 DRAFTS, MTP_LINKS = 7, 3
 CUTS, NEW_TOKENS, REPEATS = 4, 64, 4  # prompts a held-out file, tokens of each, keys
+TIMED_TOKENS, TURNS = 128, 5  # what is timed of every prompt, and how often
 STAGES = (
     "text",
     "target",
@@ -102,8 +107,9 @@ STAGES = (
     "mtp",
     "save",
     "evaluate",
+    "speed",
 )
-STEPS = {"target": 600, "mtp": 250, "dspark": 800, "dspark-more": 1200, "dflash2": 1600}
+STEPS = {"target": 500, "mtp": 250, "dspark": 800, "dspark-more": 1200, "dflash2": 1600}
 
 
 # --------------------------------------------------------------------------- text
@@ -175,11 +181,11 @@ def target_config() -> TargetConfig:
     """The target: gated delta nets, and full attention every fourth layer."""
     return TargetConfig(
         vocab_size=VOCABULARY,
-        width=256,
+        width=512,
         layers=("delta_net", "delta_net", "delta_net", "attention"),
         attention=AttentionConfig(
-            heads=4,
-            kv_heads=1,
+            heads=8,
+            kv_heads=2,
             head_dim=64,
             rotary_dim=32,
             gated=True,
@@ -187,9 +193,9 @@ def target_config() -> TargetConfig:
             scale=64**-0.5,
         ),
         delta_net=DeltaNetConfig(
-            key_heads=2, value_heads=4, key_dim=64, value_dim=64, conv_width=4
+            key_heads=4, value_heads=8, key_dim=64, value_dim=64, conv_width=4
         ),
-        mlp=MlpConfig(hidden=640),
+        mlp=MlpConfig(hidden=1280),
         norm_eps=1e-6,
         tied=False,
         context_length=CONTEXT,
@@ -197,14 +203,20 @@ def target_config() -> TargetConfig:
     )
 
 
+def in_four_bits(kinds: Labels) -> Callable[[Any], Any]:
+    """Matrices are stored in four bits, and the losses see them so from the first step."""
+    return functools.partial(round_to_int4, kinds=kinds)
+
+
 def train_target(out: Path, steps: int) -> None:
     """Language modelling."""
     frozen = initialize.decoder(
         Frozen.of(Decoder(target_config(), dtype=jnp.float32, rngs=nnx.Rngs(0))), jax.random.key(0)
     )
-    transform = optimizer(labels(frozen), matrix_rate=0.02, vector_rate=4e-3, weight_decay=0.02)
+    kinds = labels(frozen)
+    transform = optimizer(kinds, matrix_rate=0.02, vector_rate=4e-3, weight_decay=0.02)
     state = fit(
-        make_step(frozen, language_loss, transform),
+        make_step(frozen, language_loss, transform, rounding=in_four_bits(kinds)),
         start(frozen, transform),
         TokenWindows(np.load(out / "tokens.npy"), LENGTH + 1, BATCH, seed=1),
         steps=steps,
@@ -214,7 +226,9 @@ def train_target(out: Path, steps: int) -> None:
         save_every=50,
         name="target",
     )
-    trained = round_to_bfloat16(Frozen(state.params, frozen.structure), shifted_norms=True)
+    trained = round_to_bfloat16(
+        Frozen(state.params, frozen.structure), shifted_norms=True, kinds=kinds
+    )
     save_arrays(out / "target.npz", trained)
     print(f"held out: {held_out_nats(out, trained):.3f} nats a token")
 
@@ -363,7 +377,8 @@ def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> No
         frozen = load_arrays(out / f"{kind}.npz", new_drafter(kind))
     else:
         frozen = warm(out, kind, initialize.drafter(Frozen.of(new_drafter(kind))), target)
-    transform = optimizer(labels(frozen), matrix_rate=0.02, vector_rate=4e-3)
+    kinds = labels(frozen)
+    transform = optimizer(kinds, matrix_rate=0.02, vector_rate=4e-3)
     mtp = kind == "mtp"
     loss = DraftLoss(
         embedding=target.decoder.params["embed"]["weight"],
@@ -385,7 +400,7 @@ def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> No
         aux=not mtp,
     )
     state = fit(
-        make_step(frozen, loss, transform),
+        make_step(frozen, loss, transform, rounding=in_four_bits(kinds)),
         start(frozen, transform),
         batches,
         steps=steps,
@@ -394,7 +409,9 @@ def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> No
         save_every=100,
         name=kind,
     )
-    trained = round_to_bfloat16(Frozen(state.params, frozen.structure), shifted_norms=mtp)
+    trained = round_to_bfloat16(
+        Frozen(state.params, frozen.structure), shifted_norms=mtp, kinds=kinds
+    )
     save_arrays(out / f"{kind}.npz", trained)
 
 
@@ -418,7 +435,8 @@ def save_family(out: Path) -> None:
         out / "checkpoint",
         drafters=blocks,
         dtype=jnp.bfloat16,
-        compute_dtype=jnp.float32,  # as it was trained; the files are half as large
+        compute_dtype=jnp.float32,  # as it was trained; the files are much smaller
+        int4=True,
         tokenizer=out / "tokenizer",
         overwrite=True,
     )
@@ -500,6 +518,48 @@ def evaluate(out: Path) -> None:
     write_result(__file__, "A family made from text", body)
 
 
+def speed(out: Path) -> None:
+    """Whole calls with DFlash2 and without, one request at a time, on the held-out files."""
+    target = load_target(out)
+    model = Model.of(target, load_drafter(out, "dflash2", target))
+    prompts = cuts(out)
+    outs: dict[tuple[str, str], list[Output]] = {}
+
+    def run(name: str, drafter: str) -> None:
+        options = dict(max_new_tokens=TIMED_TOKENS, stop_ids=(), drafter=drafter)
+        outs[name, drafter] = [generate(model, [prompt], **options) for prompt in prompts[name]]
+        jax.block_until_ready([each.tokens for each in outs[name, drafter]])
+
+    both = [(name, drafter) for name in prompts for drafter in ("none", "auto")]
+    turns = {f"{name} {drafter}": functools.partial(run, name, drafter) for name, drafter in both}
+    seconds = interleave(turns, repeats=TURNS)
+    rows: list[list[object]] = []
+    gains = []
+    for name in prompts:
+        plain, drafted = (outs[name, drafter] for drafter in ("none", "auto"))
+        assert [o.ids() for o in plain] == [o.ids() for o in drafted], f"{name}: other tokens"
+        rate = summarize([each.stats for each in drafted]).tokens_per_round
+        least, gain, largest = ratios(seconds[f"{name} none"], seconds[f"{name} auto"])
+        gains.append(gain)
+        speeds = [
+            CUTS * TIMED_TOKENS / statistics.median(seconds[f"{name} {drafter}"])
+            for drafter in ("none", "auto")
+        ]
+        spread = f"{gain:.2f} ({least:.2f}..{largest:.2f})"
+        rows.append([name, *(f"{each:.0f}" for each in speeds), spread, f"{rate:.2f}"])
+    mean = statistics.geometric_mean(gains)
+    rows.append(["geometric mean", "", "", f"**{mean:.2f}**", ""])
+    head = ["held-out file", "tokens/s without", "with DFlash2", "speed-up", "tokens a round"]
+    body = table(head, rows) + (
+        f"\n\nWhole calls of `generate` with the prompt, {CUTS} prompts a file of 64 to 128 "
+        f"tokens, {TIMED_TOKENS} new tokens, greedily, one request at a time, {DRAFTS} drafts a "
+        "round. "
+        f"Medians of {TURNS} turns, all files with and without in turn; speed-ups turn by turn "
+        "(least..largest). Same tokens with and without."
+    )
+    write_result(__file__, "How fast the family drafts", body, "train_family_speed")
+
+
 def characters_per_token(out: Path) -> float:
     """Of the held-out text."""
     from tokenizers import Tokenizer
@@ -529,6 +589,8 @@ def main() -> None:
             save_family(args.out)
         elif stage == "evaluate":
             evaluate(args.out)
+        elif stage == "speed":
+            speed(args.out)
         else:
             kind, _, more = stage.partition("-")
             train_drafter(args.out, kind, args.steps or STEPS[stage], more=bool(more))

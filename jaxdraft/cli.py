@@ -270,10 +270,6 @@ def demo(
     console.print(_speed_table(rows))
     for line in drafted.summary.lines():
         console.print(line)
-    console.print(
-        "This model fits into a processor's cache, where eight rows cost several times one: "
-        "on a CPU it shows what is accepted, not what drafting saves."
-    )
 
 
 # --------------------------------------------------------------------------- parts
