@@ -9,6 +9,9 @@ lengths; one request at a time, K = 7 where it can be chosen; two warm-ups, then
 drafters in turn in one process. Tokens and counters of the runs must be identical, and the tokens
 those of plain decoding. Time per token is decoding alone: a call for one token is timed too, and
 taken off.
+
+Block drafters run a second time with the first ``FEW`` drafts of their blocks, on a target whose
+matrices lie in blocks, too (``load(blocked=True)``): what suits a CPU.
 """
 
 from __future__ import annotations
@@ -28,12 +31,17 @@ from figures import shrink
 
 import jaxdraft
 from jaxdraft import EMBEDDED, AdaptiveDrafter, Drafter, Model, Summary
+from jaxdraft.nn.decoder import DecoderTarget
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402 - after the choice of a backend without a window
 
 FILES = ("asyncio/locks.py", "bisect.py", "configparser.py", "csv.py", "difflib.py", "glob.py")
 """Held out of the family's training as a whole (its MODEL_CARD.md)."""
+
+
+FEW = 4
+"""A window of one more is what the kernels behind ``blocked=True`` take in one go."""
 
 
 def cuts(model: Model, length: int, count: int) -> list[list[int]]:
@@ -73,6 +81,12 @@ def variants(folders: list[Path], args: argparse.Namespace) -> dict[str, Variant
         for kind, (model, drafter) in drafters_of(folder, args.draft_tokens).items():
             found.setdefault("none", Variant(model, "none"))
             found.setdefault(kind, Variant(model, drafter))
+    if args.few:
+        for name in [n for n in ("dflash2", "dspark") if n in found]:
+            model, drafter = found[name].model, found[name].drafter
+            assert isinstance(model.target, DecoderTarget)
+            model = replace(model, target=model.target.blocked())
+            found[f"{name}, {FEW} in blocks"] = Variant(model, model.choose(drafter, FEW))
     if args.adaptive:
         costs = {"round_cost": args.round_cost, "draft_cost": args.draft_cost}
         for name, variant in list(found.items())[1:]:
@@ -192,6 +206,8 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=7, help="K of n-gram and MTP")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmups", type=int, default=2)
+    few = "no second run of block drafters"
+    parser.add_argument("--no-few", dest="few", action="store_false", help=few)
     parser.add_argument("--adaptive", action="store_true", help="and each with adaptive width")
     parser.add_argument("--round-cost", type=float, default=0.6, help="of the adaptive rule")
     parser.add_argument("--draft-cost", type=float, default=0.12, help="of the adaptive rule")
