@@ -1,4 +1,4 @@
-"""Matrices in four bits: the numbers, the files, and what is refused."""
+"""Matrices in four bits, and whole targets in eight: the numbers, the files, what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from safetensors.numpy import load_file
 import jaxdraft
 from jaxdraft import Model
 from jaxdraft.checkpoint import save
-from jaxdraft.checkpoint.forms import from_int4, pack_int4, to_int4, unpack_int4
+from jaxdraft.checkpoint.config import family_of, quantization_json
+from jaxdraft.checkpoint.forms import (
+    from_int4,
+    from_int8,
+    pack_int4,
+    to_int4,
+    to_int8,
+    unpack_int4,
+)
+from jaxdraft.checkpoint.layout import is_matrix, target_layout
 from jaxdraft.config import AttentionConfig, DeltaNetConfig, MlpConfig
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
@@ -211,6 +220,33 @@ def test_a_scale_a_row(copy: Path, model: Model) -> None:
     fc = arrays_of(jaxdraft.load(copy))["['drafter']['fc']['weight']"]
     values = unpack_int4(stored["fc.weight_packed"], 128).astype(np.float32)
     np.testing.assert_array_equal(fc, values * stored["fc.weight_scale"].astype(np.float32))
+
+
+def test_a_target_in_eight_bits(model: Model, tmp_path: Path) -> None:
+    """Nothing here writes one, others do."""
+    save(model, tmp_path / "out")
+    frozen: Frozen = model.target.decoder  # type: ignore[attr-defined]
+    config = model.target.config  # type: ignore[attr-defined]
+    entries = target_layout(config, family_of(config))
+    matrices = [part.name for entry in entries if is_matrix(entry) for part in entry.parts]
+
+    def narrow(tensors: dict[str, np.ndarray]) -> None:
+        for name in matrices:
+            tensors[name], tensors[f"{name}_scale"] = to_int8(tensors[name], np.dtype(np.float32))
+
+    edit_tensors(tmp_path / "out/target/model.safetensors", narrow)
+    described = {"quantization_config": quantization_json(8, ["lm_head"])}
+    edit_json(tmp_path / "out/target/config.json", lambda body: body.update(described))
+    again = jaxdraft.load(tmp_path / "out")
+    ours, theirs = arrays_of(again), arrays_of(model)
+    down = "['target']['layers'][0]['mlp']['down']['weight']"
+    np.testing.assert_array_equal(
+        ours[down], from_int8(*to_int8(theirs[down], np.dtype(np.float32)))
+    )
+    assert np.abs(ours[down] - theirs[down]).max() > 0
+    np.testing.assert_array_equal(
+        ours["['target']['head']['weight']"], frozen.params["head"]["weight"]
+    )
 
 
 def test_rounding_of_what_checkpoints_store(model: Model) -> None:
