@@ -399,7 +399,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--prompts", type=Path, help="JSON or JSON lines: prompt, kind")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 384])
-    parser.add_argument("--pieces", type=int, default=40, help="of every kind and length")
+    parser.add_argument("--pieces", type=int, default=20, help="of every kind and length")
     parser.add_argument("--tokens", type=int, default=64, help="new ones whose rounds count")
     parser.add_argument("--keys", type=int, default=2, help="samples of every prompt")
     parser.add_argument("--rows", type=int, default=20, help="prompts that run at once")
