@@ -244,14 +244,14 @@ def bench(
 
 @app.command()
 def demo(
-    max_new_tokens: TokensOption = 64,
+    max_new_tokens: TokensOption = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 3,
     drafter: DrafterOption = "auto",
 ) -> None:
     """Run the embedded trained model with and without drafts and show that the texts are equal."""
     with _friendly():
         model, drafter = _load(EMBEDDED, None, drafter)
-        prompts = [p["prompt_ids"] for p in embedded_prompts()][:3]
+        prompts = [p["prompt_ids"] for p in embedded_prompts()]
         assert model.text is not None
         rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
     plain, drafted = rows[0], rows[-1]

@@ -126,7 +126,7 @@ def test_save_in_eight_bits(tmp_path: Path) -> None:
 def test_demo_shows_equal_texts() -> None:
     result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("equal to plain decoding") == 3
+    assert result.stdout.count("equal to plain decoding") == 6
     assert re.search(r"dflash2 .*x", result.stdout)
 
 
