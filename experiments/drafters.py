@@ -2,7 +2,8 @@
 
     python experiments/drafters.py                      # the embedded family: all of its drafters
     python experiments/drafters.py FOLDER...            # a checkpoint, or exports of one target
-    python experiments/drafters.py --adaptive --result adaptive
+    python experiments/drafters.py --adaptive --no-few --lengths 64 768 --prompts 3 \
+        --round-cost 2.3 --draft-cost 0 --result adaptive
 
 Held-out text (files of Python's standard library that nothing was trained on) cut to three prompt
 lengths; one request at a time, K = 7 where it can be chosen; two warm-ups, then three runs, all
@@ -11,7 +12,7 @@ those of plain decoding. Time per token is decoding alone: a call for one token 
 taken off.
 
 Block drafters run a second time with the first ``FEW`` drafts of their blocks, on a target whose
-matrices lie in blocks, too (``load(blocked=True)``): what suits a CPU.
+matrices lie in blocks, too (``load(blocked=True)``): shorter windows of cheaper products.
 """
 
 from __future__ import annotations

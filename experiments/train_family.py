@@ -54,7 +54,7 @@ from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, contin
 from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import DraftLoss, language_loss
 from jaxdraft.train.optimize import Labels, labels, make_step, optimizer, start, trapezoid
-from jaxdraft.train.rounding import round_to_bfloat16, round_to_int4
+from jaxdraft.train.rounding import round_as_stored, round_to_int4
 
 HELD_OUT = (
     "asyncio/locks.py",
@@ -226,9 +226,8 @@ def train_target(out: Path, steps: int) -> None:
         save_every=50,
         name="target",
     )
-    trained = round_to_bfloat16(
-        Frozen(state.params, frozen.structure), shifted_norms=True, kinds=kinds
-    )
+    learned = Frozen(state.params, frozen.structure)
+    trained = round_as_stored(learned, kinds, shifted_norms=True)
     save_arrays(out / "target.npz", trained)
     print(f"held out: {held_out_nats(out, trained):.3f} nats a token")
 
@@ -409,9 +408,8 @@ def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> No
         save_every=100,
         name=kind,
     )
-    trained = round_to_bfloat16(
-        Frozen(state.params, frozen.structure), shifted_norms=mtp, kinds=kinds
-    )
+    learned = Frozen(state.params, frozen.structure)
+    trained = round_as_stored(learned, kinds, shifted_norms=mtp)
     save_arrays(out / f"{kind}.npz", trained)
 
 
@@ -553,9 +551,8 @@ def speed(out: Path) -> None:
     body = table(head, rows) + (
         f"\n\nWhole calls of `generate` with the prompt, {CUTS} prompts a file of 64 to 128 "
         f"tokens, {TIMED_TOKENS} new tokens, greedily, one request at a time, {DRAFTS} drafts a "
-        "round. "
-        f"Medians of {TURNS} turns, all files with and without in turn; speed-ups turn by turn "
-        "(least..largest). Same tokens with and without."
+        f"round. Medians of {TURNS} turns, all files with and without in turn; speed-ups turn by "
+        "turn (least..largest). Same tokens with and without."
     )
     write_result(__file__, "How fast the family drafts", body, "train_family_speed")
 

@@ -155,7 +155,15 @@ def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
 
 
 def from_int4(values: Any, scale: Any) -> Any:
-    """What :func:`to_int4` stands for, float32, of the library its arguments are of."""
+    """What :func:`to_int4` stands for: ``values * scale``, exact in float32.
+
+    Args:
+      values: int8 [out, in], of numpy or of jax.
+      scale: [out, in / group], of the same library; the group is what their shapes say.
+
+    Returns:
+      float32 [out, in], of the same library.
+    """
     rows, groups = scale.shape
     wide = values.astype(np.float32).reshape(rows, groups, -1)
     return (wide * scale.astype(np.float32)[..., None]).reshape(rows, -1)
@@ -180,7 +188,7 @@ def pack_int4(values: Array) -> Array:
 
 
 def unpack_int4(packed: Array, columns: int) -> Array:
-    """What :func:`pack_int4` packed: int8 [out, columns]."""
+    """What :func:`pack_int4` packed: int32 [out, ceil(columns / 8)] -> int8 [out, columns]."""
     places = np.uint32(4) * np.arange(8, dtype=np.uint32)
     raised = packed.view(np.uint32)[..., None] >> places & np.uint32(15)
     values = raised.reshape(packed.shape[0], -1)[:, :columns]

@@ -144,8 +144,8 @@ def save(
       What was written, and what was rounded.
 
     Raises:
-      ValueError: the layouts cannot say what the model is, a drafter is not this target's, or the
-        arguments make no sense.
+      ValueError: the layouts cannot say what the model is, a drafter is not this target's, the
+        arguments make no sense, or a matrix to be stored in few bits is not finite.
       FileExistsError: ``folder`` exists, and may not be replaced.
     """
     folder = Path(folder)
@@ -356,9 +356,9 @@ class _Plan:
 
         @functools.cache
         def both() -> tuple[np.ndarray, np.ndarray]:
-            matrix = np.asarray(leaf).reshape(-1)[start : start + piece.size].reshape(piece.shape)
-            values, scale = to_int8(matrix, dtype)
-            moved = np.abs(from_int8(values, scale) - matrix.astype(np.float32)).max(initial=0)
+            wide = _finite(part, leaf, start, piece)
+            values, scale = to_int8(wide, dtype)
+            moved = np.abs(from_int8(values, scale) - wide).max(initial=0)
             if moved:
                 self.rounded[f"{part}/{piece.name}"] = float(moved)
             return values, scale
@@ -380,8 +380,7 @@ class _Plan:
 
         @functools.cache
         def both() -> tuple[np.ndarray, np.ndarray]:
-            matrix = np.asarray(leaf).reshape(-1)[start : start + piece.size].reshape(piece.shape)
-            wide = matrix.astype(np.float32)
+            wide = _finite(part, leaf, start, piece)
             values, scale = to_int4(wide)
             moved = np.abs(from_int4(values, scale) - wide).max(initial=0)
             if moved:
@@ -406,6 +405,16 @@ class _Plan:
             return np.ascontiguousarray(stored.reshape(piece.shape))
 
         return make
+
+
+def _finite(part: str, leaf: Any, start: int, piece: Part) -> np.ndarray:
+    """A matrix to be stored in few bits, [out, in] float32."""
+    wide = np.asarray(leaf).reshape(-1)[start : start + piece.size].astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise ValueError(
+            f"{part}: tensor {piece.name} has numbers that are not finite; no integer says those"
+        )
+    return wide.reshape(piece.shape)
 
 
 def _rows_of(head: Any, drafter: BlockDrafter | MtpDrafter) -> Any:

@@ -20,7 +20,7 @@ from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, contin
 from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language_loss
 from jaxdraft.train.optimize import TrainState, labels, make_step, optimizer, start, trapezoid
-from jaxdraft.train.rounding import round_to_bfloat16, round_to_int4
+from jaxdraft.train.rounding import round_as_stored, round_to_bfloat16, round_to_int4
 from jaxdraft.train.sequence import decoder_rows, mtp_chain
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "make_step",
     "mtp_chain",
     "optimizer",
+    "round_as_stored",
     "round_to_bfloat16",
     "round_to_int4",
     "start",

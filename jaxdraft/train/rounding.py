@@ -22,9 +22,14 @@ from jaxdraft.train.optimize import Labels
 def round_to_int4(params: Any, kinds: Labels) -> Any:
     """Round matrices to what four bits and a scale for 64 inputs can say, and keep their dtype.
 
+    Source: :func:`jaxdraft.checkpoint.forms.to_int4`, by which they are stored.
+
     Args:
-      params: as in :class:`jaxdraft.nn.linear.Frozen`.
+      params: as in :class:`jaxdraft.nn.linear.Frozen`; matrices are [out, in].
       kinds: of :func:`jaxdraft.train.optimize.labels`; what is no "matrix" stays as it is.
+
+    Raises:
+      ValueError: the inputs of a matrix are no multiple of 64.
     """
 
     def one(kind: str, value: jax.Array) -> jax.Array:
@@ -35,9 +40,7 @@ def round_to_int4(params: Any, kinds: Labels) -> Any:
     return jax.tree.map(one, kinds, params)
 
 
-def round_to_bfloat16(
-    frozen: Frozen, *, shifted_norms: bool, kinds: Labels | None = None
-) -> Frozen:
+def round_to_bfloat16(frozen: Frozen, *, shifted_norms: bool) -> Frozen:
     """Round what a checkpoint stores to bfloat16, and keep the arrays' dtype.
 
     A checkpoint does not store every array as it is used: a decay is ``-exp(A_log)``, and the
@@ -47,16 +50,7 @@ def round_to_bfloat16(
       frozen: a module.
       shifted_norms: its RMSNorms store ``weight - 1``: targets and MTP heads of Qwen3.5. The gated
         norm inside a delta net never does.
-      kinds: of :func:`jaxdraft.train.optimize.labels`, if its matrices are stored in four bits:
-        they are rounded to those.
     """
-    if kinds is not None:
-        int4 = round_to_int4(frozen.params, kinds)
-        others = round_to_bfloat16(frozen, shifted_norms=shifted_norms).params
-        chosen = jax.tree.map(
-            lambda kind, narrow, wide: narrow if kind == "matrix" else wide, kinds, int4, others
-        )
-        return Frozen(chosen, frozen.structure)
     params = {p for p, v in nnx.to_flat_state(nnx.state(frozen())) if isinstance(v, nnx.Param)}
 
     def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
@@ -73,6 +67,26 @@ def round_to_bfloat16(
         return jnp.asarray(wide.astype(value.dtype))
 
     return Frozen(jax.tree.map_with_path(one, frozen.params), frozen.structure)
+
+
+def round_as_stored(frozen: Frozen, kinds: Labels, *, shifted_norms: bool) -> Frozen:
+    """Round what ``checkpoint.save(int4=True, dtype="bfloat16")`` stores, so that it loses nothing.
+
+    Args:
+      frozen: a module.
+      kinds: of :func:`jaxdraft.train.optimize.labels`. A "matrix" becomes what
+        :func:`round_to_int4` makes of it, everything else what :func:`round_to_bfloat16` does.
+      shifted_norms: as in :func:`round_to_bfloat16`.
+
+    Raises:
+      ValueError: the inputs of a matrix are no multiple of 64.
+    """
+    matrices = round_to_int4(frozen.params, kinds)
+    others = round_to_bfloat16(frozen, shifted_norms=shifted_norms).params
+    chosen = jax.tree.map(
+        lambda kind, matrix, other: matrix if kind == "matrix" else other, kinds, matrices, others
+    )
+    return Frozen(chosen, frozen.structure)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
