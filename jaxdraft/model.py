@@ -144,7 +144,8 @@ def load(
         :func:`jaxdraft.checkpoint.save`.
       dtype: of the weights and activations; default: the artifact's own.
       packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
-        product, to the same numbers. Head, embedding and experts are dequantized on load always.
+        product, to the same numbers. Head, embedding and experts are dequantized on load always,
+        and so is every matrix of a checkpoint.
       blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs
         windows of two to six rows, which is to say one request with one to five drafts, cost less
         then, and up to five rows little more than one. See
@@ -170,7 +171,10 @@ def load(
         raise ValueError("packed and blocked are True; expected one of them at most")
     if is_checkpoint(folder):
         if packed:
-            raise ValueError("packed is True; a checkpoint has no packed matrices")
+            raise ValueError(
+                "packed is True; only the matrices of an ONNX artifact stay packed, a "
+                "checkpoint's become floats"
+            )
         loaded = load_checkpoint(folder, drafter=drafter, dtype=dtype, progress=progress)
         name = Path(folder).resolve().name
         return assemble(loaded, loaded.folder, name=name, blocked=blocked)
