@@ -19,6 +19,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.paths import restore_files  # noqa: E402
+
 # A shape or a type that does not fit is an error, not a guess, and no key is used twice.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -43,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         assert config.cache is not None
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _golden_files() -> None:
+    """Put back the golden files that the repository keeps as recipes."""
+    restore_files()
 
 
 @pytest.fixture(autouse=True, scope="module")

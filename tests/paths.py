@@ -1,4 +1,4 @@
-"""Where the test data lives, found from this file and never from the working directory."""
+"""Paths of the test data, relative to this file and never to the working directory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ ARTIFACTS = TESTS / "golden"
 FIRST_FAMILY = TESTS / "first_family"
 
 
-restore(ARTIFACTS)
-restore(FIRST_FAMILY)
+def restore_files() -> None:
+    """Put back the files that the repository keeps as recipes; `tests/conftest.py` calls it."""
+    restore(ARTIFACTS)
+    restore(FIRST_FAMILY)
 
 
 def artifact(name: str) -> Path:
-    """Returns the folder of the exported model `name`, or raises FileNotFoundError."""
+    """Return the folder of the exported model `name`.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+    """
     folder = ARTIFACTS / name
     if not (folder / "genai_config.json").is_file():
         raise FileNotFoundError(f"no exported model {name!r} under {ARTIFACTS}")
@@ -28,11 +34,11 @@ def artifact(name: str) -> Path:
 
 
 def artifact_names(*, broken: bool = False) -> list[str]:
-    """Returns the sorted names of all artifacts that load (or, with `broken`, that do not)."""
+    """Return the sorted names of all artifacts that load (or, with `broken`, that do not)."""
     names = [p.parent.name for p in ARTIFACTS.glob("*/genai_config.json")]
     return sorted(n for n in names if n.startswith("broken_") == broken)
 
 
 def first_prompts() -> list[dict[str, Any]]:
-    """The held-out prompts of the first family, what it says to them, and its accepted drafts."""
+    """Return the first family's held-out prompts, its answers and its accepted drafts."""
     return json.loads((FIRST_FAMILY / "prompts.json").read_text(encoding="utf-8"))["prompts"]

@@ -99,7 +99,7 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
     Diagonal blocks of 8 are inverted exactly: N is nilpotent (N**8 = 0), so
     ``(I + N)**-1 = (I - N)(I + N**2)(I + N**4)``; the blocks then follow by substitution. A few
     thin products cost less than a triangular solver's serial loop, and within a block of 8 the
-    powers cannot grow the way they do over a whole chunk (``tests/test_delta_net.py`` holds the
+    powers cannot grow the way they do over a whole chunk (``tests/nn/test_delta_net.py`` holds the
     worst case, equal keys without decay, against float64).
 
     Args:

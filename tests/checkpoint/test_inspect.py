@@ -18,7 +18,7 @@ from convert.graph import DataFiles
 from jaxdraft import Model, plan
 from jaxdraft.checkpoint import save
 from jaxdraft.cli import app
-from tests.checkpoint.common import edit_json, edit_tensors
+from tests.checkpoint.helpers import edit_json, edit_tensors
 from tests.paths import FIRST_FAMILY
 
 KINDS = ["dflash2", "dspark", "mtp", "none"]

@@ -34,8 +34,8 @@ from jaxdraft.config import AttentionConfig, DeltaNetConfig, MlpConfig
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 from jaxdraft.train import labels, round_as_stored, round_to_bfloat16, round_to_int4
-from tests.checkpoint.common import arrays_of, assert_same, edit_json, edit_tensors
 from tests.checkpoint.conftest import MOE
+from tests.checkpoint.helpers import arrays_of, assert_same, edit_json, edit_tensors
 from tests.checkpoint.test_refusals import GROUP, put, refused
 
 Json = dict[str, Any]

@@ -20,7 +20,7 @@ from jaxdraft import Model
 from jaxdraft.checkpoint import save
 from jaxdraft.checkpoint.layout import block_layout, target_layout
 from jaxdraft.testing import tiny_drafter, tiny_target
-from tests.checkpoint.common import edit_json, edit_tensors
+from tests.checkpoint.helpers import edit_json, edit_tensors
 from tests.paths import FIRST_FAMILY
 
 Json = dict[str, Any]

@@ -19,14 +19,14 @@ from jaxdraft import Model
 from jaxdraft.checkpoint import Rope, save
 from jaxdraft.config import AttentionConfig
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
-from tests.checkpoint.common import (
+from tests.checkpoint.conftest import MOE
+from tests.checkpoint.helpers import (
     ROTARY_WITHIN,
     arrays_of,
     assert_same,
     edit_json,
     edit_tensors,
 )
-from tests.checkpoint.conftest import MOE
 from tests.paths import FIRST_FAMILY, artifact, first_prompts
 
 

@@ -23,7 +23,7 @@ from jaxdraft.testing import (
     tiny_target,
     tiny_target_config,
 )
-from tests.checkpoint.common import arrays_of, assert_same
+from tests.checkpoint.helpers import arrays_of, assert_same
 from tests.paths import artifact
 
 

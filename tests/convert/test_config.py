@@ -12,7 +12,7 @@ import pytest
 from convert import ArtifactError, load_artifact
 from convert.artifact import read_config
 from convert.errors import Problems
-from tests.convert.mutate import Config, copied, edit_config
+from tests.convert.helpers import Config, copied, edit_config
 from tests.paths import artifact, artifact_names
 
 DFLASH2 = "qwen35_paged_fp16_dflash2"

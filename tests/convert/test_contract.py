@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from convert import ArtifactError, inspect_artifact, load_artifact
-from tests.convert.mutate import (
+from tests.convert.helpers import (
     Config,
     copied,
     edit_config,

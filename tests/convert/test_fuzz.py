@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert import ArtifactError, inspect_artifact
-from tests.convert.mutate import Config, copied
+from tests.convert.helpers import Config, copied
 from tests.paths import artifact
 
 DFLASH2 = "qwen35_paged_fp16_dflash2"

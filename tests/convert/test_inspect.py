@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convert import inspect_artifact, load_artifact
-from tests.convert.mutate import copied, edit_config
+from tests.convert.helpers import copied, edit_config
 from tests.paths import artifact, artifact_names
 
 

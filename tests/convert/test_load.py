@@ -23,7 +23,7 @@ from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.mtp import Mtp
-from tests.convert.mutate import copied, edit_config, edit_graph, node_of
+from tests.convert.helpers import copied, edit_config, edit_graph, node_of
 from tests.paths import artifact, artifact_names
 
 MODULES = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
@@ -244,7 +244,7 @@ def test_the_context_is_what_the_tables_cover(tmp_path: Path) -> None:
 
 
 def test_softcap_and_window_reach_the_description(tmp_path: Path) -> None:
-    from tests.convert.mutate import set_attribute
+    from tests.convert.helpers import set_attribute
 
     def change(graph: onnx.GraphProto) -> None:
         for i in range(3):

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from convert import ArtifactError, load_artifact
-from tests.convert.mutate import (
+from tests.convert.helpers import (
     Config,
     copied,
     edit_config,

@@ -14,7 +14,7 @@ import pytest
 import jaxdraft
 from jaxdraft.config import TargetConfig
 from jaxdraft.nn.decoder import DecoderTarget
-from tests.convert.mutate import Config, copied, edit_config, edit_graph, set_attribute
+from tests.convert.helpers import Config, copied, edit_config, edit_graph, set_attribute
 from tests.oracle import Target
 
 DENSE, PAGED = "sliding_qwen3_fp32_cpu", "sliding_qwen3_paged_fp16"

@@ -16,7 +16,7 @@ from jaxdraft.engine import Buckets, programs
 from jaxdraft.state import rows
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.testing import TableDrafter, TableTarget
-from tests.engine.models import greedy, history_model
+from tests.engine.helpers import greedy, history_model
 from tests.engine.test_engine import (
     SIZES,
     everything_is_free,

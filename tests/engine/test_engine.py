@@ -11,7 +11,7 @@ import pytest
 from jaxdraft import Engine, Model, generate
 from jaxdraft.engine import Buckets
 from jaxdraft.testing import check_stats, tiny_drafter, tiny_mtp, tiny_target
-from tests.engine.models import VOCAB, greedy, history_model
+from tests.engine.helpers import VOCAB, greedy, history_model
 
 # One set of shapes for all tests with history models: they share their programs. The pool has
 # pages for less than one row at full context, and there are four.

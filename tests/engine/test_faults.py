@@ -14,7 +14,7 @@ from flax import struct
 from jaxdraft import Engine, Model, generate
 from jaxdraft.base import Feed
 from jaxdraft.engine import programs
-from tests.engine.models import HistoryDrafter, HistoryTarget, greedy, history_model
+from tests.engine.helpers import HistoryDrafter, HistoryTarget, greedy, history_model
 from tests.engine.test_engine import SIZES, everything_is_free, finish, history_engine, prompts
 
 STAGES = ["stop", "run_round", "admit", "run_chunk", "save"]

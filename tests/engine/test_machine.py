@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxdraft import Engine, Request, Sampling
-from tests.engine.models import alone, greedy, history_model
+from tests.engine.helpers import alone, greedy, history_model
 from tests.engine.test_engine import SIZES, history_engine
 
 PAGES, ROWS = SIZES["pages"], SIZES["max_batch"]

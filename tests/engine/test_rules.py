@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling
 from jaxdraft.sampling import row_streams
 from jaxdraft.text import Text
-from tests.engine.models import VOCAB, alone, greedy, history_model
+from tests.engine.helpers import VOCAB, alone, greedy, history_model
 from tests.engine.test_engine import SIZES, everything_is_free, finish, prompts
 
 

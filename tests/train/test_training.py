@@ -25,7 +25,7 @@ from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language
 from jaxdraft.train.optimize import labels, make_step, optimizer, start, trapezoid
 from jaxdraft.train.rounding import round_to_bfloat16, round_to_int4
 from jaxdraft.train.sequence import decoder_rows
-from tests.train.common import STEPS, continuations
+from tests.train.helpers import STEPS, continuations
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from jaxdraft import (
 )
 from jaxdraft.base import NO_TOKEN, Drafter
 from jaxdraft.testing import LatticeDrafter, TableTarget, assert_lossless, check_stats, tiny_model
-from tests.engine.models import assert_engine_equals_generate
-from tests.test_block_drafter import feed, rows
+from tests.draft.test_block_drafter import feed, rows
+from tests.engine.helpers import assert_engine_equals_generate
 from tests.test_generate import compilations
 
 VOCAB, K, C = 12, 4, 3

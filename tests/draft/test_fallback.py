@@ -26,7 +26,7 @@ from jaxdraft import (
 )
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Proposal, Support
 from jaxdraft.testing import LatticeDrafter, TableTarget, assert_lossless, check_stats, tiny_model
-from tests.engine.models import assert_engine_equals_generate
+from tests.engine.helpers import assert_engine_equals_generate
 from tests.test_generate import compilations
 
 VOCAB = 12

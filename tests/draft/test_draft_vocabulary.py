@@ -18,7 +18,7 @@ from jaxdraft.testing import assert_lossless, tiny_drafter, tiny_target
 from jaxdraft.train.blocks import block_features
 from jaxdraft.train.losses import Continuations, DraftLoss
 from jaxdraft.train.optimize import labels, make_step, optimizer, start
-from tests.train.common import continuations
+from tests.train.helpers import continuations
 
 TABLES = ("predecessor", "successor", "markov_w1", "markov_w2")
 SIZE = 20  # of 48: the tokens 0, 2, 4, 7, 9, 12, ...
