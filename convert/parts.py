@@ -198,10 +198,9 @@ def _gather_quantized(walk: Walk, call: Call, vocab: int, width: int) -> Quantiz
 
 
 def _perm(walk: Walk, call: Call, perm: tuple[int, ...]) -> None:
-    if call.attributes["perm"] != perm:
-        raise ArtifactError(
-            walk.file, f"{call.node.label}, perm", list(call.attributes["perm"]), list(perm)
-        )
+    found = call.attributes["perm"] or tuple(reversed(range(len(perm))))  # the default
+    if found != perm:
+        raise ArtifactError(walk.file, f"{call.node.label}, perm", list(found), list(perm))
 
 
 # Norms.
@@ -650,7 +649,7 @@ def _rotation(
     walk: Walk, value: str, io: Io, heads: int, head_dim: int
 ) -> tuple[str, Tables | None]:
     """``value = rotate(x)`` in an operator of its own, between casts and a batch axis of one."""
-    if walk.op(value) not in ("Cast", "Squeeze", "MRotaryEmbedding"):
+    if walk.op(value) not in ("Cast", "Squeeze", "MRotaryEmbedding", "RotaryEmbedding"):
         return value, None
     narrowed = walk.op(value) == "Cast"
     if narrowed:
@@ -660,28 +659,21 @@ def _rotation(
         call = walk.take(value, "Squeeze")
         walk.expect(call, "axes", [0])
         value = call["data"]
-    call = walk.take(value, "MRotaryEmbedding")
+    call = walk.take(value, "MRotaryEmbedding", "RotaryEmbedding")
     label, a = call.node.label, call.attributes
+    sections = call.node.op == "MRotaryEmbedding"
     tables = rotary_tables(walk, call["cos_cache"], call["sin_cache"], label)
     positions, source = call["position_ids"], call["x"]
     if squeezed:
-        source, positions = (
-            _unsqueezed(walk, source, [0]),
-            _unsqueezed(walk, positions, [1]),
-        )
+        source = _unsqueezed(walk, source, [0])
+        positions = _unsqueezed(walk, positions, [1] if sections else [0])
     if narrowed:
         source = cast(walk, source, FLOAT)
-    rows = (3, *io.rows)
+    rows = (3, *io.rows) if sections else io.rows
     walk.same(f"{label}, position_ids", positions, io_input(walk, io, "position_ids", INT64, rows))
-    if a["rotary_embedding_dim"] not in (tables.rotary_dim,) or a["num_heads"] != heads:
-        raise ArtifactError(
-            walk.file,
-            label,
-            f"{a['num_heads']} heads, {a['rotary_embedding_dim']} channels rotated",
-            f"{heads} heads, {tables.rotary_dim} channels as in the tables",
-        )
+    _check_rotation(walk, call, tables, heads, head_dim)
     # Text positions are equal in all sections, so only their sum matters.
-    if sum(a["mrope_section"]) * 2 != tables.rotary_dim:
+    if sections and sum(a["mrope_section"]) * 2 != tables.rotary_dim:
         raise ArtifactError(
             walk.file,
             f"{label}, mrope_section",
@@ -693,6 +685,26 @@ def _rotation(
             walk.file, f"{label}, is_packed_batching", a["is_packed_batching"], io.layout
         )
     return source, tables
+
+
+def _check_rotation(walk: Walk, call: Call, tables: Tables, heads: int, head_dim: int) -> None:
+    """As many channels as the tables have are rotated, in every head.
+
+    Zero channels stand for the whole head. The number of heads then follows from the width, and
+    zero stands for that.
+    """
+    a = call.attributes
+    whole = a["rotary_embedding_dim"] == 0
+    channels = head_dim if whole else a["rotary_embedding_dim"]
+    if channels != tables.rotary_dim or not (
+        a["num_heads"] == heads or whole and not a["num_heads"]
+    ):
+        raise ArtifactError(
+            walk.file,
+            call.node.label,
+            f"{a['num_heads']} heads, {channels} channels rotated",
+            f"{heads} heads, {tables.rotary_dim} channels as in the tables",
+        )
 
 
 def _unsqueezed(walk: Walk, value: str, axes: list[int]) -> str:
@@ -961,13 +973,10 @@ def _dense_rule(
     if a["kv_num_heads"] != value_heads:
         raise ArtifactError(walk.file, f"{label}, kv_num_heads", a["kv_num_heads"], value_heads)
     _check_sharing(walk, call, key_heads, value_heads)
-    scaled = walk.take(call["query"], "Mul")
-    q, key_dim = _l2_normalized(walk, scaled["a"], key_heads, None)
+    query, factor = _scaled(walk, call["query"])
+    q, key_dim = _l2_normalized(walk, query, key_heads, None)
     k, _ = _l2_normalized(walk, call["key"], key_heads, key_dim)
-    factor = walk.constant(scaled["b"])
-    if factor.size != 1 or factor.dtype not in FLOATS.values():
-        raise ArtifactError(walk.file, scaled.node.label, factor.tolist(), "one number")
-    _check_scale(walk, scaled, float(factor.reshape(())), key_dim)
+    _check_scale(walk, call, factor * (a["scale"] or key_dim**-0.5), key_dim)
     mixed = _split_qkv(
         walk, label, (q, k, call["value"]), key_heads * key_dim, value_heads * value_dim
     )
@@ -986,6 +995,17 @@ def _dense_rule(
     walk.outputs(call, [value, present])
     recipe = Recipe.of(Plain(decay, (value_heads,)))
     return _Rule(mixed, gates["a"], gates["b"], key_heads, key_dim, recipe, dt_bias, 0)
+
+
+def _scaled(walk: Walk, value: str) -> tuple[str, float]:
+    """``value = x * factor``, or ``value`` itself and 1."""
+    if walk.op(value) != "Mul":
+        return value, 1.0
+    call = walk.take(value, "Mul")
+    factor = walk.constant(call["b"])
+    if factor.size != 1 or factor.dtype not in FLOATS.values():
+        raise ArtifactError(walk.file, call.node.label, factor.tolist(), "one number")
+    return call["a"], float(factor.reshape(()))
 
 
 def _check_scale(walk: Walk, call: Call, scale: float, key_dim: int) -> None:

@@ -35,6 +35,9 @@ def _fixed(value: Any, *, required: bool = False) -> Attribute:
     return Attribute(type(value), None if required else value, (value,))
 
 
+_SILU = ("silu", "swish")
+"""Two names of one function."""
+
 _INT = Attribute(int)
 _COUNT = Attribute(int, 0)
 _ATTENTION = {
@@ -48,6 +51,13 @@ _ATTENTION = {
     "qk_norm_epsilon": Attribute(float, 1e-6),
     "k_quant_type": _fixed("NONE"),
     "v_quant_type": _fixed("NONE"),
+}
+_ROTARY = {
+    "interleaved": _fixed(0),
+    "rotary_embedding_dim": _COUNT,
+    "num_heads": _COUNT,
+    "is_packed_batching": Attribute(int, 0, (0, 1)),
+    "scale": _fixed(1.0),
 }
 _MOE = {
     "k": Attribute(int, 1),
@@ -108,14 +118,15 @@ OPERATORS: dict[str, Operator] = {
     "Sub": Operator("", "a b"),
     "Tile": Operator("", "data repeats"),
     "TopK": Operator("", "x k", {"axis": _fixed(-1), "largest": _fixed(1), "sorted": _fixed(1)}),
-    "Transpose": Operator("", "data", {"perm": Attribute(tuple)}),
+    "Transpose": Operator("", "data", {"perm": Attribute(tuple, ())}),
     "Unsqueeze": Operator("", "data axes"),
     "CausalConvWithState": Operator(
         MICROSOFT,
         "x weight bias past",
         {
             "ndim": _fixed(1),
-            "activation": _fixed("silu", required=True),
+            "activation": Attribute(str, None, _SILU),
+            "dilation": _fixed(1),
             "state_window": _fixed(0),
         },
     ),
@@ -126,22 +137,27 @@ OPERATORS: dict[str, Operator] = {
         {
             "update_rule": _fixed("gated_delta"),
             "scale": Attribute(float, 0.0),
-            "gate_activation": _fixed("qwen", required=True),
+            # Two names of one function.
+            "gate_activation": Attribute(str, None, ("qwen", "softplus")),
             "beta_activation": _fixed("sigmoid", required=True),
             "qk_l2_norm": _fixed(1, required=True),
             "chunk_size": Attribute(int, 64),
             "state_update_capacity": _COUNT,
         },
     ),
-    "GatedRMSNorm": Operator(MICROSOFT, "x scale gate", {"epsilon": Attribute(float)}),
+    "GatedRMSNorm": Operator(
+        MICROSOFT,
+        "x scale gate",
+        {"epsilon": Attribute(float, 1e-5), "activation": Attribute(str, "silu", _SILU)},
+    ),
     "GatherBlockQuantized": Operator(
         MICROSOFT,
         "data indices scales zero_points?",
         {
             "bits": Attribute(int, 4, (2, 4, 8)),
             "block_size": Attribute(int, 128),
-            "gather_axis": _fixed(0),
-            "quantize_axis": _fixed(1, required=True),
+            "gather_axis": Attribute(int, 0, (0, -2)),
+            "quantize_axis": Attribute(int, 1, (1, -1)),
         },
     ),
     "GroupQueryAttention": Operator(
@@ -155,6 +171,7 @@ OPERATORS: dict[str, Operator] = {
             "sliding_window_cache": Attribute(int, 0, (0, 1)),
             "smooth_softmax": Attribute(int, 0, (0, -1)),
             "qk_output": _fixed(0),
+            "causal": _fixed(1),
             "kv_cache_bit_width": _fixed(0),
         },
     ),
@@ -165,7 +182,7 @@ OPERATORS: dict[str, Operator] = {
             "q_num_heads": _INT,
             "kv_num_heads": _INT,
             "update_rule": _fixed("gated_delta"),
-            "scale": _fixed(1.0, required=True),
+            "scale": Attribute(float, 0.0),
             "chunk_size": Attribute(int, 64),
             "state_window": _fixed(0),
         },
@@ -175,12 +192,9 @@ OPERATORS: dict[str, Operator] = {
         MICROSOFT,
         "x position_ids cos_cache sin_cache",
         {
-            "interleaved": _fixed(0),
-            "rotary_embedding_dim": _COUNT,
-            "num_heads": _COUNT,
+            **_ROTARY,
             "mrope_section": Attribute(tuple),
             "mrope_layout": Attribute(int, 0, (0, 1)),
-            "is_packed_batching": Attribute(int, 0, (0, 1)),
         },
     ),
     "MatMulNBits": Operator(
@@ -216,16 +230,22 @@ OPERATORS: dict[str, Operator] = {
             **_MOE,
             "expert_weight_bits": Attribute(int, 4, (4, 8)),
             "block_size": _COUNT,
-            "weights_prepacked": _fixed(0),
+            # The CPU takes both as the plain layout.
+            "weights_prepacked": Attribute(int, -1, (-1, 0)),
         },
     ),
+    "RotaryEmbedding": Operator(MICROSOFT, "x position_ids cos_cache sin_cache", _ROTARY),
     "SkipSimplifiedLayerNormalization": Operator(
-        MICROSOFT, "input skip gamma bias!", {"epsilon": Attribute(float)}
+        MICROSOFT, "input skip gamma bias!", {"epsilon": Attribute(float, 1e-12)}
     ),
     "VarlenCausalConvWithState": Operator(
         MICROSOFT,
         "x weight cu_seqlens bias state capture_count?",
-        {"activation": _fixed("silu", required=True), "state_update_capacity": _COUNT},
+        {
+            "activation": Attribute(str, None, _SILU),
+            "dilation": _fixed(1),
+            "state_update_capacity": _COUNT,
+        },
     ),
 }
 """Everything that is implemented. Sources: the onnx operator reference, and the contrib operator
