@@ -8,7 +8,9 @@
 ``jaxdraft.base`` holds the contracts and the glossary; read it first.
 """
 
+import importlib
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from jaxdraft.base import (
     Drafter,
@@ -33,6 +35,12 @@ from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling
 from jaxdraft.telemetry import Stats, Summary, summarize
+
+if TYPE_CHECKING:
+    from jaxdraft import checkpoint as checkpoint
+    from jaxdraft import cli as cli
+    from jaxdraft import testing as testing
+    from jaxdraft import train as train
 
 __version__ = version("jaxdraft")
 
@@ -74,3 +82,17 @@ __all__ = [
     "stream",
     "summarize",
 ]
+
+_SUBMODULES = ("checkpoint", "cli", "testing", "train")
+"""Submodules that are imported when they are first used: they take time, and few programs need
+them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"jaxdraft.{name}")
+    raise AttributeError(f"module 'jaxdraft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})
