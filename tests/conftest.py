@@ -1,4 +1,7 @@
-"""Settings of all tests: strict numerics, equal examples in every run, compiled programs kept."""
+"""Settings of all tests: strict numerics, equal examples in every run, compiled programs kept.
+
+``./run test --long`` draws other examples in every run, and more of them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.examples import LONG, examples  # noqa: E402
 from tests.paths import restore_files  # noqa: E402
 
 # A shape or a type that does not fit is an error, not a guess, and no key is used twice.
@@ -28,9 +32,9 @@ jax.config.update("jax_debug_key_reuse", True)
 
 hypothesis.settings.register_profile(
     "jaxdraft",
-    derandomize=True,
+    derandomize=not LONG,
     deadline=None,  # the first example of a shape compiles
-    max_examples=20,
+    max_examples=examples(20),
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 
 from convert import ArtifactError, inspect_artifact
 from tests.convert.helpers import Config, copied
+from tests.examples import examples
 from tests.paths import artifact
 
 DFLASH2 = "qwen35_paged_fp16_dflash2"
 MTP = "qwen35_fp32_cpu_mtp"
 MOE = "qwen35_moe_int4_cpu"
 
-EXAMPLES = 25
+EXAMPLES = examples(25)
 
 JUNK = st.one_of(
     st.none(),
@@ -30,8 +32,9 @@ JUNK = st.one_of(
     st.text(max_size=12),
     st.sampled_from(["", "%d", "..", "/", "input_ids", "0", "model.onnx", "\ud800", "a\0b"]),
     st.lists(st.integers(-5, 500), max_size=4),
-    st.just({}),
-    st.just([{}]),
+    # Made anew for each example, which may put more into them.
+    st.builds(dict),
+    st.builds(lambda: [{}]),
 )
 
 
@@ -48,6 +51,11 @@ def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
     for key, inner in items:
         found += paths_of(inner, (*path, key))
     return found
+
+
+def drawn(data: st.DataObject, parts: Sequence[Any]) -> Any:
+    """One of the parts, by its place: they have no order and no hash of their own."""
+    return parts[data.draw(st.integers(0, len(parts) - 1))]
 
 
 def judged(folder: Path) -> None:
@@ -147,7 +155,7 @@ def test_structure_of_graphs(
     graph = model.graph
     names = [n for node in graph.node for n in node.output] + [t.name for t in graph.initializer]
     for _ in range(data.draw(st.integers(1, 2))):
-        node = data.draw(st.sampled_from(list(graph.node)))
+        node = drawn(data, graph.node)
         action = data.draw(st.sampled_from(["input", "op", "dim", "type", "drop", "attribute"]))
         if action == "input" and node.input:
             index = data.draw(st.integers(0, len(node.input) - 1))
@@ -155,16 +163,16 @@ def test_structure_of_graphs(
         elif action == "op":
             node.op_type = data.draw(st.sampled_from(["Add", "MatMul", "Cast", "Erf", "Constant"]))
         elif action == "dim":
-            tensor = data.draw(st.sampled_from(list(graph.initializer)))
+            tensor = drawn(data, graph.initializer)
             index = data.draw(st.integers(0, len(tensor.dims) - 1))
             tensor.dims[index] = data.draw(st.integers(-(2**40), 2**40))
         elif action == "type":
-            tensor = data.draw(st.sampled_from(list(graph.initializer)))
+            tensor = drawn(data, graph.initializer)
             tensor.data_type = data.draw(st.integers(0, 30))
         elif action == "drop":
             graph.node.remove(node)
         elif node.attribute:
-            attribute = data.draw(st.sampled_from(list(node.attribute)))
+            attribute = drawn(data, node.attribute)
             attribute.i = data.draw(st.integers(-(2**40), 2**40))
             attribute.f = data.draw(st.floats(width=32))
     try:

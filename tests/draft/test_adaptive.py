@@ -20,6 +20,7 @@ from jaxdraft.testing import (
     check_stats,
     tiny_model,
 )
+from tests.examples import examples
 from tests.properties.test_lossless import greedy_in_python
 from tests.test_generate import compilations
 
@@ -71,7 +72,7 @@ class Rule:
         return width
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     seed=SEEDS,
     share=st.floats(0, 1),

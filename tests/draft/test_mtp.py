@@ -31,6 +31,7 @@ from jaxdraft.testing import (
     tiny_mtp,
     tiny_target,
 )
+from tests.examples import examples
 from tests.paths import artifact, artifact_names
 
 HEADS = [n for n in artifact_names() if n.endswith("_mtp")]
@@ -211,7 +212,7 @@ def test_rows_do_not_see_each_other() -> None:
         np.testing.assert_array_equal(proposal.tokens[0], together.tokens[b])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     seed=SEEDS,
     cuts=st.lists(st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS), max_size=4),
@@ -390,7 +391,7 @@ class Flaky:
         return self.propose(state, feed)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=SEEDS, often=st.floats(0, 1))
 def test_failures_in_a_row_are_counted_by_row(seed: int, often: float) -> None:
     """Any pattern of failures: the tokens stand, and a row is off after its third in a row."""

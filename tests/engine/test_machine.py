@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxdraft import Engine, Request, Sampling
 from tests.engine.helpers import alone, greedy, history_model
 from tests.engine.test_engine import SIZES, history_engine
+from tests.examples import examples
 
 PAGES, ROWS = SIZES["pages"], SIZES["max_batch"]
 NEW = st.sampled_from([1, 4, 9, 16])
@@ -171,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = hypothesis.settings(
-    max_examples=12,
+    max_examples=examples(12),
     stateful_step_count=25,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )  # a step takes too long to shrink much

@@ -24,6 +24,7 @@ from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.ring import Ring
 from jaxdraft.testing import check_pool, tiny_model, tiny_target
+from tests.examples import examples
 from tests.state.test_paged import numpy_attention
 from tests.state.test_ring import CONFIG, DIM, HEADS
 
@@ -148,7 +149,7 @@ step = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @pytest.mark.parametrize("kind", KINDS)
 @given(steps=st.lists(step, max_size=14))
 def test_pools_follow_the_python_model(kind: str, steps: list[tuple[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxdraft.base import Feed
 from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.testing import run_rows_one_by_one, tiny_model, tiny_target
+from tests.examples import examples
 
 BATCH, ROWS = 3, 6
 SEEDS = st.integers(0, 2**31 - 1)
@@ -140,7 +141,7 @@ def feed(aux: jax.Array, count: jax.Array, first: jax.Array, anchor: int = 7) ->
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 @given(data=st.data(), seed=SEEDS)
 def test_any_split_of_the_rows_gives_the_same_drafts(

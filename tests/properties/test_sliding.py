@@ -26,6 +26,7 @@ from jaxdraft.testing import (
     tiny_target,
     tiny_target_config,
 )
+from tests.examples import examples
 from tests.paths import artifact
 
 WINDOW, ROWS, SIZE, COLUMNS = 8, 5, 4, 20  # ceil((8 + 5) / 4) + 1 = 5 pages, 20 slots a row
@@ -81,7 +82,7 @@ def pages_of(state: DecoderState) -> tuple[int, int]:
 # ------------------------------------------------------------------ the law
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data(), seed=SEEDS)
 def test_any_split_and_any_rejections_read_the_full_history(data: st.DataObject, seed: int) -> None:
     """72 positions in rounds of up to five rows of which any number is committed: the logits of

@@ -16,6 +16,7 @@ from jaxdraft.config import AttentionConfig
 from jaxdraft.nn.attention import attend
 from jaxdraft.state import paged, ring
 from jaxdraft.state.ring import Ring, ring_pages, window_pages
+from tests.examples import examples
 from tests.oracle.ops import attend as reference
 from tests.oracle.ops import visible_keys
 from tests.state.test_paged import numpy_attention
@@ -190,7 +191,7 @@ SPLITS = st.lists(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @given(steps=SPLITS, seed=st.integers(0, 2**31 - 1))
 def test_a_target_reads_what_the_full_history_would(
