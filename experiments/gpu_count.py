@@ -1,0 +1,207 @@
+"""Count what a compiled program does: launches, CUDA graphs, waits for the host, bytes.
+
+The list of thunks says what is launched and what is inside a CUDA graph; every thunk names an
+instruction of the module, which says how many bytes it moves and how often a loop runs. A loop or
+a conditional outside of a graph is run by the host, which waits for the device to know its
+predicate. Where the number of passes is not in the program, it follows from the length of the
+text, and :class:`Trips` has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+
+from gpu_compile import Compiled
+from gpu_hlo import Instruction, Module
+
+LARGE = 1_000_000
+"""Bytes from which on a copy is counted."""
+
+_MOVING = frozenset(
+    "parameter bitcast copy transpose convert reshape concatenate pad broadcast constant tuple "
+    "get-tuple-element slice iota".split()
+)
+_THUNK = re.compile(r"^(\s*)(\d+): (k\w+)")
+_LABEL = re.compile(r"^(\s*)(\w+):\s*$")
+
+Trips = Callable[[str], int]
+"""Source line of a loop -> passes."""
+
+
+@dataclass
+class Counts:
+    """What a program does, once."""
+
+    launches: int = 0  # kernels and copies
+    graphs: int = 0  # CUDA graphs started by the host
+    waits: int = 0  # predicates that the host waits for
+    read: int = 0  # bytes
+    written: int = 0
+    joined: int = 0  # bytes moved to concatenate weights
+    rewritten: int = 0  # bytes moved to copy, transpose or convert weights
+    copied: int = 0  # bytes moved to copy large arrays that are no weights
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    def add(self, other: Counts, times: int = 1) -> None:
+        """Count ``other`` so many times."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + times * getattr(other, one.name))
+
+
+@dataclass
+class Thunk:
+    """One entry of the list of thunks, with those inside it."""
+
+    number: int
+    kind: str
+    parts: dict[str, list[Thunk]] = field(default_factory=dict)  # by label; "": a graph's own
+
+    @property
+    def size(self) -> int:
+        """Launches in all parts."""
+        inside = sum(thunk.size for part in self.parts.values() for thunk in part)
+        return inside if self.parts else 1
+
+
+def parse_thunks(text: str) -> list[Thunk]:
+    """The list as a tree.
+
+    Example::
+
+      000: kCommandBuffer
+          001: kCopy
+      002: kWhile
+      condition:
+          003: kCustomKernel
+        body:
+          004: kCustomKernel
+    """
+    top: list[Thunk] = []
+    open_: list[tuple[int, list[Thunk]]] = [(-1, top)]  # indentation of the list's thunks
+    last: dict[int, Thunk] = {}  # by indentation
+    newest: Thunk | None = None
+    expects: list[Thunk] | None = top
+    for line in text.splitlines():
+        if match := _THUNK.match(line):
+            indent = len(match.group(1))
+            while open_[-1][0] > indent:
+                open_.pop()
+            if open_[-1][0] < indent:
+                if expects is None:  # a graph's thunks follow it without a label
+                    assert newest is not None
+                    expects = newest.parts.setdefault("", [])
+                open_.append((indent, expects))
+            newest = last[indent] = Thunk(int(match.group(2)), match.group(3))
+            open_[-1][1].append(newest)
+            expects = None
+        elif match := _LABEL.match(line):
+            # "condition:" stands at the left margin and right behind its loop; the other labels
+            # are indented by two below what they belong to.
+            label, indent = match.group(2), len(match.group(1))
+            owner = newest if label == "condition" else last[indent - 2]
+            assert owner is not None
+            while open_[-1][0] > (indent - 2 if label != "condition" else open_[-1][0]):
+                open_.pop()
+            expects = owner.parts.setdefault(label, [])
+    return top
+
+
+class Program:
+    """A compiled program, to be counted.
+
+    Args:
+      compiled: from :func:`gpu_compile.compile_for`.
+      weights: numbers of the program's arguments that are weights.
+    """
+
+    def __init__(self, compiled: Compiled, weights: range):
+        self.compiled = compiled
+        self.module = Module(compiled.hlo)
+        self.thunks = parse_thunks(compiled.thunks)
+        self.weights = weights
+
+    def count(self, trips: Trips, part: str | None = None) -> Counts:
+        """Of the whole program, or of one pass of the outermost loop that ``part`` names.
+
+        Args:
+          trips: passes of the loops of which the compiler does not know them.
+          part: the end of a source line, for example ``"generate.py body"``. Default: everything.
+        """
+        thunks = self.thunks if part is None else self._loop(part).parts["body"]
+        return self._count(thunks, trips, inside=False)
+
+    def loops(self) -> Iterator[tuple[Thunk, str]]:
+        """The outermost loops and their source lines."""
+        for thunk in self.thunks:
+            if thunk.kind == "kWhile":
+                yield thunk, self.module.source(self._instruction(thunk))
+
+    def _loop(self, part: str) -> Thunk:
+        found = [thunk for thunk, source in self.loops() if _matches(source, part)]
+        if len(found) != 1:
+            names = [source for _, source in self.loops()]
+            raise ValueError(f"found {len(found)} loops {part!r} among {names}; expected one")
+        return found[0]
+
+    def _instruction(self, thunk: Thunk) -> Instruction:
+        return self.module[self.compiled.thunk_names[thunk.number]]
+
+    def _count(self, thunks: list[Thunk], trips: Trips, *, inside: bool) -> Counts:
+        total = Counts()
+        for thunk in thunks:
+            if thunk.kind == "kCommandBuffer":
+                total.graphs += not inside
+                total.add(self._count(thunk.parts[""], trips, inside=True))
+            elif thunk.kind == "kWhile":
+                self._add_loop(total, thunk, trips, inside)
+            elif thunk.kind == "kConditional":
+                total.waits += not inside
+                branch = max(thunk.parts.values(), key=lambda part: sum(t.size for t in part))
+                total.add(self._count(branch, trips, inside=inside))
+            else:
+                total.add(self._launch(thunk))
+        return total
+
+    def _add_loop(self, total: Counts, thunk: Thunk, trips: Trips, inside: bool) -> None:
+        loop = self._instruction(thunk)
+        passes = loop.trips
+        if passes is None:
+            passes = trips(self.module.source(loop))
+            condition = self._count(thunk.parts.get("condition", []), trips, inside=inside)
+            total.add(condition, passes + 1)
+            total.waits += 0 if inside else passes + 1
+        total.add(self._count(thunk.parts["body"], trips, inside=inside), passes)
+
+    def _launch(self, thunk: Thunk) -> Counts:
+        op = self._instruction(thunk)
+        read, written = self.module.moved(op)
+        count = Counts(launches=1, read=read, written=written)
+        if written >= LARGE and not self.module.contains(op, "dot"):
+            if any(self._is_weight(name) for name in op.operands):
+                if self.module.contains(op, "concatenate"):
+                    count.joined = read + written
+                else:
+                    count.rewritten = read + written
+            elif self._only_moves(op):
+                count.copied = read + written
+        return count
+
+    def _is_weight(self, name: str) -> bool:
+        op = self.module[name]
+        return op.bytes >= LARGE and self.module.parameter(op) in self.weights
+
+    def _only_moves(self, op: Instruction) -> bool:
+        if op.opcode != "fusion":
+            return op.opcode in _MOVING
+        return all(inner.opcode in _MOVING for inner in self.module.fused(op).values())
+
+
+def _matches(source: str, part: str) -> bool:
+    """Whether ``generate.py:310 body`` is meant by ``generate.py body``."""
+    return re.sub(r":\d+", "", source) == part

@@ -1,0 +1,197 @@
+"""The programs that are compiled for GPUs, at full width, and the least bytes they can move.
+
+Weights are shapes alone, so a target of 27B parameters takes no memory. Fewer layers than the real
+number keep the order of their kinds and every width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from speed_table import DRAFTS, drafter_27b, target_27b
+
+from jaxdraft import Drafter
+from jaxdraft import round as rounds
+from jaxdraft.config import TargetConfig
+from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.mtp import MtpDrafter
+from jaxdraft.draft.none import NoDrafter
+from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.round import Rules
+from jaxdraft.state import paged
+
+STOPS = 4
+"""Stop ids of a row."""
+
+_LOOKED_UP = ("embed", "rotary", "predecessor", "successor")
+"""Parts of the names of tables of which a program reads single rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program and its arguments, shapes alone."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    weights: range  # numbers of the arguments that are weights, as XLA counts them
+    least: Callable[[int], int]  # length of the text -> bytes that the program cannot do without
+    trips: Callable[[int, str], int]  # length, source line of a loop -> its passes
+
+
+def config_27b(layers: int, context: int) -> TargetConfig:
+    """The 27B hybrid with some of its layers and a rotary table for ``context`` positions."""
+    whole = replace(target_27b(), context_length=context)
+    if layers == len(whole.layers):
+        return whole
+    kinds = whole.layers[:layers]
+    taps = tuple(range(min(len(whole.taps), layers)))
+    taps += (layers - 1,) * (len(whole.taps) - len(taps))
+    return replace(whole, layers=kinds, taps=tuple(sorted(set(taps))))
+
+
+def model_27b(
+    config: TargetConfig, drafter: str, dtype: DTypeLike
+) -> tuple[DecoderTarget, Drafter]:
+    """Shapes of a target and its drafter, "none" for one that proposes nothing."""
+
+    def make() -> tuple[DecoderTarget, Drafter]:
+        target = DecoderTarget.of(Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        return target, NoDrafter() if drafter == "none" else drafter_27b(target, drafter)
+
+    return jax.eval_shape(make)
+
+
+def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
+    """A plain step (one row) or a verify window: logits, the best tokens, and a commit."""
+    state = jax.eval_shape(lambda: target.init(1, capacity))
+
+    def run(
+        target: DecoderTarget, tokens: jax.Array, count: jax.Array, kept: jax.Array, state: Any
+    ):
+        out = target.forward(tokens, count, state)
+        best = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
+        return best, target.commit(out.state, kept)
+
+    arguments = (target, _integers(1, rows), _integers(1), _integers(1), state)
+    return Case(
+        jax.jit(run, donate_argnums=4),
+        arguments,
+        _weights(target),
+        functools.partial(_least, target, None, rows),
+        functools.partial(_trips, rows, 0),
+    )
+
+
+def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules) -> Case:
+    """One round, as :func:`jaxdraft.stream` calls it."""
+
+    start = functools.partial(rounds.prefill, capacity=capacity, chunk=16)
+    state, _ = jax.eval_shape(start, target, drafter, _integers(1, 16), _integers(1), rules)
+    state = replace(state, tokens=_integers(1, capacity))
+
+    def run(target: DecoderTarget, drafter: Drafter, state: rounds.RoundState, rules: Rules):
+        return rounds.round(target, drafter, state, rules)
+
+    rows = 1 + drafter.draft_tokens
+    return Case(
+        jax.jit(run, donate_argnums=2),
+        (target, drafter, state, rules),
+        _weights(target, drafter),
+        functools.partial(_least, target, drafter, rows),
+        functools.partial(_trips, rows, drafter.draft_tokens),
+    )
+
+
+def greedy_rules() -> Rules:
+    """One row, greedily."""
+    number = jnp.zeros((1,), jnp.int32)
+    return jax.eval_shape(lambda: Rules(number.repeat(STOPS)[None], number, number, number))
+
+
+PROGRAMS = ("step", "verify", "round:mtp", "round:dflash2", "round:dspark")
+"""Names for :func:`case`: what runs, and with which drafter."""
+
+
+def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
+    """The program of a name, at the geometry of 27B with ``layers`` layers.
+
+    Args:
+      name: one of ``PROGRAMS``.
+      layers: of the target; a drafter has all of its own.
+      dtype: of weights, keys and values.
+      capacity: positions that the state has room for.
+
+    Raises:
+      ValueError: no such program.
+    """
+    if name not in PROGRAMS:
+        raise ValueError(f"program is {name!r}; expected one of {', '.join(PROGRAMS)}")
+    what, _, drafter = name.partition(":")
+    config = config_27b(layers, context=max(16384, capacity))
+    target, drafts = model_27b(config, drafter or "none", dtype)
+    if what == "round":
+        return decoding_round(target, drafts, capacity, greedy_rules())
+    return window(target, 1 if what == "step" else 1 + DRAFTS, capacity)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _weights(*trees: Any) -> range:
+    return range(len(jax.tree.leaves(trees)))
+
+
+def _trips(rows: int, drafts: int, length: int, source: str) -> int:
+    """Passes of a loop that depend on the length of the text or on what the drafter proposes."""
+    if source.endswith(" attend"):
+        return -(-(length + rows) // paged.CHUNK)
+    if source.startswith("draft/mtp.py"):
+        return drafts
+    raise ValueError(f"nothing is known about the passes of the loop in {source!r}")
+
+
+def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: int) -> int:
+    """Weights once, keys and values in use once, recurrent states read once and written once.
+
+    An MTP head runs once per draft and reads the target's head every time.
+    """
+    del rows
+    config = target.config
+    total = _size(target.decoder) + 2 * _size(jax.eval_shape(lambda: target.init_recurrent(1)))
+    if (shape := config.attention) is not None:
+        total += config.count("attention") * _cached(shape, target.dtype, length)
+    if isinstance(drafter, MtpDrafter):
+        total += drafter.draft_tokens * (
+            _size(drafter.mtp)
+            + _size(drafter.head)
+            + _cached(drafter.config.attention, drafter.dtype, length)
+        )
+    if isinstance(drafter, BlockDrafter):
+        shape = drafter.config.attention
+        seen = min(length, shape.window) if drafter.config.windowed else length
+        total += _size(drafter.backbone) + _size(drafter.head)
+        total += drafter.config.layers * _cached(shape, drafter.dtype, seen)
+    return total
+
+
+def _cached(shape: Any, dtype: DTypeLike, length: int) -> int:
+    """Bytes of the keys and values of one layer."""
+    return 2 * shape.kv_heads * shape.head_dim * length * jnp.dtype(dtype).itemsize
+
+
+def _size(tree: Any) -> int:
+    """Bytes of the arrays that a program reads in full."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return sum(
+        x.size * x.dtype.itemsize
+        for path, x in found
+        if not any(name in jax.tree_util.keystr(path) for name in _LOOKED_UP)
+    )

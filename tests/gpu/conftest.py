@@ -1,0 +1,8 @@
+"""The check for GPUs lies with the experiments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "experiments"))

@@ -1,0 +1,57 @@
+"""What the programs do on a GPU: counts of compiled programs, at full width with four layers.
+
+Nothing here runs on a GPU, and nothing is timed. ``./run test --gpu`` installs the compiler and
+runs these tests; ``experiments/gpu_program.py`` prints the same counts as a table.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import gpu_compile
+import gpu_count
+import gpu_models
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, CAPACITY = 4, 9216
+H200 = gpu_compile.CARDS["h200"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    if why := gpu_compile.unavailable():
+        pytest.fail(why)
+
+
+@functools.cache
+def case(name: str) -> gpu_models.Case:
+    return gpu_models.case(name, layers=LAYERS, dtype=H200.dtype, capacity=CAPACITY)
+
+
+@functools.cache
+def program(name: str) -> gpu_count.Program:
+    found = case(name)
+    compiled = gpu_compile.compile_for(H200, found.function, found.arguments)
+    return gpu_count.Program(compiled, found.weights)
+
+
+def count(name: str, length: int) -> gpu_count.Counts:
+    return program(name).count(functools.partial(case(name).trips, length))
+
+
+@pytest.mark.parametrize("name", gpu_models.PROGRAMS)
+def test_no_weight_and_no_cache_is_copied(name: str) -> None:
+    counts = count(name, 8192)
+    assert counts.rewritten == 0
+    assert counts.copied == 0
+
+
+def test_a_step_concatenates_no_weight() -> None:
+    assert count("step", 8192).joined == 0
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+def test_a_step_moves_hardly_more_than_it_must(length: int) -> None:
+    assert count("step", length).moved <= 1.05 * case("step").least(length)
