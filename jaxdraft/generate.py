@@ -24,9 +24,9 @@ from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sampling import Sampling, SamplingRules, row_streams
-from jaxdraft.stop_strings import Holder, StopText, cut
+from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
-from jaxdraft.text import Text
+from jaxdraft.text import OutputText, Text
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 
@@ -51,6 +51,8 @@ class Output:
     stats: Stats
     trace: Trace | None = None
     logprobs: Logprobs | None = None  # T = N, when asked for
+    prompts: jax.Array | None = None  # [B, P] int32, padded
+    prompt_lengths: jax.Array | None = None  # [B] int32
     text: Text | None = struct.field(pytree_node=False, default=None)
     stop: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
@@ -65,16 +67,24 @@ class Output:
         return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
     def texts(self) -> list[str]:
-        """The text of each row, before the stop string if one ended it.
+        """The text of each row after its prompt, before the stop string that ended it if one did.
 
         Raises:
           ValueError: the model came without a tokenizer.
         """
         if self.text is None:
             raise ValueError("the model has no tokenizer: read out.tokens and out.lengths instead")
-        texts = [self.text.decode(row) for row in self.ids()]
-        ended = np.asarray(self.status) == Status.STOP_STRING
-        return [cut(t, self.stop) if e else t for t, e in zip(texts, ended, strict=True)]
+        rows, stopped = self.ids(), np.asarray(self.status) == Status.STOP_STRING
+        prompts: list[Any] = [()] * len(rows)
+        if self.prompts is not None and self.prompt_lengths is not None:
+            lengths = np.asarray(self.prompt_lengths)
+            prompts = [p[:n] for p, n in zip(np.asarray(self.prompts), lengths, strict=True)]
+        return [
+            OutputText(self.text, prompt=prompt, stop=self.stop if ended else ()).push(
+                ids, done=True, stopped=bool(ended)
+            )
+            for ids, prompt, ended in zip(rows, prompts, stopped, strict=True)
+        ]
 
 
 @struct.dataclass
@@ -171,7 +181,7 @@ def generate(
         trace=trace,
         logprobs=logprobs,
     )
-    out = replace(out, text=model.text, stop=plan.stop)
+    out = _described(out, model, plan)
     if traced:
         cropped = jax.tree.map(lambda x: x[:, : plan.wanted], out.logprobs)
         return replace(out, tokens=out.tokens[:, : plan.wanted], logprobs=cropped)
@@ -597,6 +607,13 @@ def _pad_stops(stops: tuple[int, ...]) -> list[int]:
     return [*stops, *[NO_TOKEN] * (size - len(stops))]
 
 
+def _described(out: Output, model: Model, plan: _Plan) -> Output:
+    """Add what the texts of an output are read with."""
+    return replace(
+        out, prompts=plan.tokens, prompt_lengths=plan.lengths, text=model.text, stop=plan.stop
+    )
+
+
 def _finish(out: Output, wanted: int, throw: bool) -> Output:
     """Cut the buffers to what was asked for. On the host: a slice would be one more program."""
     status = np.asarray(out.status)
@@ -631,10 +648,12 @@ def _stream(
         logprobs=logprobs,
     )
     batch = plan.tokens.shape[0]
-    decoders = None if model.text is None else [model.text.stream() for _ in range(batch)]
-    holders = [Holder(plan.stop) for _ in range(batch)]
     seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
-    prompt = np.asarray(plan.lengths)
+    prompt, ids = np.asarray(plan.lengths), np.asarray(plan.tokens)
+    texts = None
+    if model.text is not None:
+        parts = (row[:n] for row, n in zip(ids, prompt, strict=True))
+        texts = [OutputText(model.text, prompt=part, stop=plan.stop) for part in parts]
     done = np.zeros(batch, bool)
     said = _no_logprobs(batch, plan.new_tokens, logprobs)
     while True:
@@ -646,11 +665,10 @@ def _stream(
                 continue
             done[row] = status[row] != Status.RUNNING
             new = tokens[row, prompt[row] + seen[row] : prompt[row] + emitted[row]].tolist()
+            stopped = status[row] == Status.STOP_STRING
             text = None
-            if decoders is not None:
-                text = holders[row].push(decoders[row].push(new))
-                if done[row]:
-                    text += holders[row].push(decoders[row].finish()) + holders[row].finish()
+            if texts is not None:
+                text = texts[row].push(new, done=bool(done[row]), stopped=bool(stopped))
             reason = Status(int(status[row])).reason if done[row] else None
             count = len(new)
             chance = jax.tree.map(lambda x, row=row, count=count: x[row, :count], chances)
@@ -661,4 +679,4 @@ def _stream(
         state, info = _round_program(target, drafter, state, plan.rules, logprobs=logprobs)
         accepted = np.asarray(info.accepted)
     out = replace(_output_program(state, plan.lengths, plan.new_tokens), logprobs=said)
-    return _finish(replace(out, text=model.text, stop=plan.stop), plan.wanted, throw)
+    return _finish(_described(out, model, plan), plan.wanted, throw)

@@ -27,7 +27,7 @@ from jaxdraft.base import (
     TargetOutput,
 )
 from jaxdraft.sampling import History, SamplingRules
-from jaxdraft.stop_strings import NO_AUTOMATON, StopText
+from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
 
@@ -424,8 +424,7 @@ def _listen(state: RoundState, said: jax.Array, rules: Rules) -> tuple[jax.Array
     stop = rules.stop_text
     if stop is None:
         return jnp.zeros(said.shape, bool), jnp.zeros(said.shape, jnp.int32)
-    heard = stop_strings.run(stop, state.heard, said)
-    found = (heard == stop.found) & (stop.which != NO_AUTOMATON)[:, None]
+    heard, found = stop_strings.run(stop, state.heard, said)
     if rules.sampling is not None:
         out = state.emitted[:, None] + 1 + jnp.arange(said.shape[1], dtype=jnp.int32)[None]
         found = found & (out > rules.sampling.min_new_tokens[:, None])

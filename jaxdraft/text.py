@@ -7,10 +7,14 @@ Everything here runs on the host; nothing is traced.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -24,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
-from jaxdraft.stop_strings import token_automaton
+from jaxdraft.stop_strings import match, overlap, token_automaton
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are not UTF-8."""
@@ -97,7 +101,9 @@ class Text:
         """
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: ArrayLike, *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, ids: ArrayLike, *, prompt: ArrayLike = (), skip_special_tokens: bool = True
+    ) -> str:
         """Returns the text of `ids`.
 
         Bytes that are not UTF-8 read as U+FFFD. Ids that the tokenizer does not know (the
@@ -105,16 +111,20 @@ class Text:
 
         Args:
           ids: integers, [T]; a sequence or an array.
+          prompt: integers, [P], the ids before them. Many tokenizers write no blank before the
+            first word of a text; after a prompt the blank is there. A character that the prompt
+            begins and `ids` complete belongs to `ids`.
           skip_special_tokens: whether special tokens read as nothing too.
 
         Raises:
-          ValueError: if `ids` are not a row of integers in [0, 2**31).
+          ValueError: if `ids` or `prompt` are not a row of integers in [0, 2**31).
         """
-        return self.tokenizer.decode(_as_ids(ids), skip_special_tokens=skip_special_tokens)
+        decoder = self.stream(prompt=prompt, skip_special_tokens=skip_special_tokens)
+        return decoder.push(ids) + decoder.finish()
 
-    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Returns a decoder for ids that arrive a few at a time."""
-        return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+    def stream(self, *, prompt: ArrayLike = (), skip_special_tokens: bool = True) -> StreamDecoder:
+        """Returns a decoder for ids that arrive a few at a time; see :meth:`decode`."""
+        return StreamDecoder(self, prompt=prompt, skip_special_tokens=skip_special_tokens)
 
     def render(
         self,
@@ -168,26 +178,33 @@ class Text:
         Raises:
           ValueError: the tokenizer's decoder looks at more than one token at a time.
         """
-        decoder = json.loads(self.tokenizer.to_str())["decoder"]
-        read = _byte_reader(decoder, self.source)
+        read = _byte_reader(self.tokenizer, self.source)
         added = self.tokenizer.get_added_tokens_decoder()
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         size = max([size, *(i + 1 for i in added)])
-        tokens = []
-        for number in range(size):
-            if number in added:
-                plain = b"" if added[number].special else added[number].content.encode("utf-8")
-                tokens.append(plain)
-            else:
-                token = self.tokenizer.id_to_token(number)
-                tokens.append(b"" if token is None else read(token))
-        return tuple(tokens)
+        tokens = (self.tokenizer.id_to_token(number) for number in range(size))
+        return tuple(
+            b"" if token is None or number in self._special_ids else read(token)
+            for number, token in enumerate(tokens)
+        )
 
-    def stop_table(self, strings: Sequence[str], vocab_size: int) -> np.ndarray:
-        """The automaton of stop strings over tokens; see :mod:`jaxdraft.stop_strings`.
+    def named_specials(self, strings: Sequence[str]) -> dict[int, bytes]:
+        """Returns the special tokens that stop strings contain, by id, as their bytes.
+
+        Stop strings are searched in the decoded text with these tokens written out.
 
         Args:
-          strings: what ends a text.
+          strings: the stop strings.
+        """
+        added = self.tokenizer.get_added_tokens_decoder()
+        named = {i: added[i].content for i in self._special_ids}
+        return {i: t.encode("utf-8") for i, t in named.items() if any(t in s for s in strings)}
+
+    def stop_table(self, strings: Sequence[str], vocab_size: int) -> np.ndarray:
+        """Returns the automaton of stop strings over tokens; see :mod:`jaxdraft.stop_strings`.
+
+        Args:
+          strings: the strings that end a text. A special token in them matches that token.
           vocab_size: V of the model.
 
         Returns:
@@ -224,11 +241,16 @@ class StreamDecoder:
     look further ahead give everything at the end.
     """
 
-    def __init__(self, text: Text, *, skip_special_tokens: bool = True):
+    def __init__(
+        self, text: Text, *, prompt: ArrayLike = (), skip_special_tokens: bool = True
+    ) -> None:
         self._text = text
         self._skip = skip_special_tokens
-        self._ids: list[int] = []  # those whose text has not been given whole
-        self._given = 0  # characters of it that have
+        ids = _as_ids(prompt)
+        self._ids = ids[self._context(ids) :]  # those whose text may still matter
+        self._given = 0  # characters of it that were given
+        # Text of the prompt, until it is known how much of it the output leaves as it is.
+        self._prompt: str | None = self._decode(self._ids)
 
     def push(self, ids: ArrayLike) -> str:
         """Takes the next ids, [T] with T >= 0, and returns the text that is settled by now.
@@ -242,37 +264,136 @@ class StreamDecoder:
             if not text.endswith(REPLACEMENT):  # whole characters: the next ids start afresh
                 return self._reset(text)
             # The bytes behind the last one may be the start of a character. Those before it aren't.
-            text = text[: -len(REPLACEMENT)]
-        elif self._text._settling == "run":
-            end = len(self._ids)
-            while end and self._in_byte_run(self._ids[end - 1]):
-                end -= 1
-            text = self._decode(self._ids[:end])
-        else:
+            return self._give(text[: -len(REPLACEMENT)])
+        if self._text._settling == "end":
             return ""
+        end = len(self._ids)
+        while end and self._in_byte_run(self._ids[end - 1]):
+            end -= 1
+        new = self._give(self._decode(self._ids[:end]))
+        start = self._context(self._ids[:end]) if end > _FORGET and self._prompt is None else 0
+        if start:
+            self._given = len(self._decode(self._ids[start:end]))
+            del self._ids[:start]
+        return new
+
+    def finish(self) -> str:
+        """Returns the text held back. The decoder then begins anew, without a prompt."""
+        return self._reset(self._decode(self._ids))
+
+    def _give(self, text: str) -> str:
+        """Returns what is new in the settled text of the ids."""
+        if self._prompt is not None:
+            shared = len(os.path.commonprefix([text, self._prompt]))
+            if shared == len(text) < len(self._prompt):
+                return ""
+            self._given, self._prompt = shared, None
         new = text[self._given :]
         self._given = len(text)
         return new
 
-    def finish(self) -> str:
-        """Returns the text held back. The decoder then begins anew."""
-        return self._reset(self._decode(self._ids))
-
     def _reset(self, text: str) -> str:
-        new = text[self._given :]
-        self._ids, self._given = [], 0
+        new = self._give(text)
+        self._ids, self._given, self._prompt = [], 0, None
         return new
 
     def _decode(self, ids: list[int]) -> str:
+        if not ids:  # some decoders cannot take an empty list
+            return ""
         return self._text.tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _context(self, ids: list[int]) -> int:
+        """Returns where a short end of `ids` begins that decodes as it does after the rest.
+
+        Four characters are more than an unfinished one, and are text that no rule for the first
+        word of a text reaches past.
+        """
+        size, start = 4, len(ids) if self._text._settling != "end" else 0
+        while start:
+            start = max(0, len(ids) - size)
+            while start and self._in_byte_run(ids[start]):
+                start -= 1
+            if len(self._decode(ids[start:])) >= 4:
+                break
+            size *= 2
+        return start
 
     def _in_byte_run(self, token_id: int) -> bool:
         """Whether this is a byte token, or one that is not seen and so cannot end a run of them."""
         token = self._text.tokenizer.id_to_token(token_id)
         if token is None or (self._skip and token_id in self._text._special_ids):
             return True
-        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        return _BYTE_TOKEN.fullmatch(token) is not None
 
+
+class OutputText:
+    """Shows the text of one output as its tokens arrive, without any part of a stop string.
+
+    Text that could be the beginning of a stop string is held back with the rest of its token. The
+    texts of all calls of :meth:`push`, one after the other, are what a single call gives.
+
+    Args:
+      text: the tokenizer.
+      prompt: integers, [P], the ids before the output.
+      stop: the stop strings.
+
+    Raises:
+      ValueError: as :attr:`Text.token_bytes`, with stop strings.
+    """
+
+    def __init__(self, text: Text, *, prompt: ArrayLike = (), stop: Sequence[str] = ()) -> None:
+        self._decoder = text.stream(prompt=prompt)
+        self._special = text._special_ids
+        self._strings = [s.encode("utf-8") for s in stop]
+        self._token_bytes = text.token_bytes if stop else ()
+        self._named = text.named_specials(stop) if stop else {}
+        self._ids: list[int] = []  # not decoded yet
+
+    def push(self, ids: Sequence[int], *, done: bool = False, stopped: bool = False) -> str:
+        """Takes the next ids and returns the text that may be shown.
+
+        Args:
+          ids: the tokens.
+          done: whether they are the last.
+          stopped: whether the very last one completes a stop string. An earlier occurrence, such
+            as one before ``min_new_tokens``, is ordinary text.
+        """
+        self._ids += ids
+        parts = [self._bytes_of(i) for i in self._ids] if self._strings else []
+        whole = b"".join(parts)
+        if stopped:
+            found = match(whole, len(whole) - len(parts[-1]), self._strings)
+            assert found is not None, "the automaton and the decoder read different bytes"
+            return self._end(parts, found[0])
+        if done or not self._strings:
+            count = len(self._ids)
+        else:
+            settled = len(whole) - overlap(whole, self._strings)
+            count = bisect.bisect_right(list(itertools.accumulate(map(len, parts))), settled)
+        shown = self._decoder.push(self._ids[:count])
+        del self._ids[:count]
+        return shown + self._decoder.finish() if done else shown
+
+    def _end(self, parts: list[bytes], at: int) -> str:
+        """Returns the text of the pending tokens up to byte ``at``."""
+        ends = list(itertools.accumulate(map(len, parts)))
+        count = bisect.bisect_right(ends, at)
+        inside = at - (ends[count - 1] if count else 0)
+        if not inside or self._ids[count] in self._special:
+            return self._decoder.push(self._ids[:count]) + self._decoder.finish()
+        # The string begins inside this token: what follows there is as many characters.
+        shown = self._decoder.push(self._ids[: count + 1]) + self._decoder.finish()
+        return shown[: max(0, len(shown) - len(parts[count][inside:].decode("utf-8", "replace")))]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+        return self._named.get(token_id, known)
+
+
+_FORGET = 64
+"""Ids that a stream keeps before it looks for those that no longer matter."""
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 _Settling = Literal["character", "run", "end"]
 """When decoded text can no longer change: with the next character, after a run of byte tokens, or
@@ -300,33 +421,42 @@ def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
 
 @functools.lru_cache(maxsize=32)
 def _stop_table(text: Text, strings: tuple[str, ...], vocab_size: int) -> np.ndarray:
-    return token_automaton(strings, text.token_bytes, vocab_size)
+    tokens = list(text.token_bytes)
+    for number, content in text.named_specials(strings).items():
+        tokens[number] = content
+    return token_automaton(strings, tokens, vocab_size)
 
 
-def _byte_reader(decoder: Mapping[str, Any] | None, source: str) -> Callable[[str], bytes]:
-    """How one token of the vocabulary becomes bytes."""
-    steps = [] if decoder is None else decoder.get("decoders", [decoder])
+def _byte_reader(tokenizer: Tokenizer, source: str) -> Callable[[str], bytes]:
+    """Returns the function from a token to the bytes that it adds after other tokens."""
+    description = json.loads(tokenizer.to_str())["decoder"]
+    if description is None:
+        return lambda token: b" " + token.encode("utf-8")
+    steps = description["decoders"] if description["type"] == "Sequence" else [description]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         alphabet = _byte_alphabet()
-        return lambda token: b"".join(
-            bytes([alphabet[c]]) if c in alphabet else c.encode("utf-8") for c in token
-        )
-    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        replaced = [(s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"]
 
-        def read(token: str) -> bytes:
-            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                return bytes([int(token[3:5], 16)])
-            for old, new in replaced:
-                token = token.replace(old, new)
+        def letters(token: str) -> bytes:
+            if all(c in alphabet for c in token):
+                return bytes(alphabet[c] for c in token)
             return token.encode("utf-8")
 
-        return read
-    raise ValueError(
-        f"{source} decodes with {kinds or 'blanks between tokens'}: stop strings need a byte-level "
-        "or a SentencePiece-like tokenizer"
-    )
+        return letters
+    if _settling(description) == "end" or "CTC" in kinds:
+        raise ValueError(
+            f"{source} decodes with {kinds}, where the text of a token depends on the tokens "
+            "after it or is not its own: stop strings need another tokenizer"
+        )
+    before = tokenizer.decoder.decode(["x"])
+
+    def read(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte and "ByteFallback" in kinds:
+            return bytes([int(byte[1], 16)])
+        return tokenizer.decoder.decode(["x", token])[len(before) :].encode("utf-8")
+
+    return read
 
 
 def _byte_alphabet() -> dict[str, int]:

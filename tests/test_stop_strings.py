@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxdraft
 from jaxdraft import Model, Sampling, generate, stream
-from jaxdraft.stop_strings import Holder, StopText, byte_automaton, cut, run, token_automaton
+from jaxdraft.stop_strings import StopText, byte_automaton, match, overlap, run, token_automaton
 from jaxdraft.testing import tiny_model
 from tests.paths import FIRST_FAMILY
 
@@ -22,17 +22,26 @@ def model() -> Model:
     return jaxdraft.load(FIRST_FAMILY)
 
 
+def ends_in(text: bytes, start: int, strings: list[str]) -> list[tuple[int, int]]:
+    """(end, start) of every occurrence that ends past byte ``start``, by trying all places."""
+    patterns = [s.encode() for s in strings]
+    return sorted(
+        (at + len(p), at)
+        for p in patterns
+        for at in range(len(text) - len(p) + 1)
+        if text[at : at + len(p)] == p and at + len(p) > start
+    )
+
+
 @given(strings=st.lists(WORDS, min_size=1, max_size=4), text=st.text("abc", max_size=16))
-def test_the_automaton_finds_the_first_that_is_complete(strings: list[str], text: str) -> None:
-    table = byte_automaton(strings)
-    found = len(table) - 1
-    state, seen = 0, None
+def test_the_automaton_finds_every_end(strings: list[str], text: str) -> None:
+    table, ends = byte_automaton(strings)
+    state, seen = 0, []
     for number, byte in enumerate(text.encode()):
         state = int(table[state, byte])
-        if state == found and seen is None:
-            seen = number + 1
-    ends = [text.find(s) + len(s) for s in strings if s in text]
-    assert seen == (min(ends) if ends else None)
+        if ends[state]:
+            seen.append(number + 1)
+    assert seen == sorted({end for end, _ in ends_in(text.encode(), 0, strings)})
 
 
 @given(
@@ -41,31 +50,43 @@ def test_the_automaton_finds_the_first_that_is_complete(strings: list[str], text
     data=st.data(),
 )
 def test_tokens_are_their_bytes(strings: list[str], tokens: list[str], data: st.DataObject) -> None:
-    """Wherever the tokens are cut, the string is found in the token that completes it."""
+    """Wherever the tokens are cut, a string is found in the token that completes it, every time."""
     ids = data.draw(st.lists(st.integers(0, 7), min_size=6, max_size=6))
     known = [t.encode() for t in tokens]
     table = token_automaton(strings, known, 8)  # ids past the tokens read as nothing
     stop = StopText(jnp.asarray(table[None]), jnp.asarray([0], jnp.int32))
-    states = run(stop, jnp.zeros((1,), jnp.int32), jnp.asarray([ids], jnp.int32))
-    parts = [tokens[i] if i < len(tokens) else "" for i in ids]
-    texts = ["".join(parts[: n + 1]) for n in range(len(parts))]
-    first = next((n for n, text in enumerate(texts) if any(s in text for s in strings)), None)
-    hits = np.flatnonzero(np.asarray(states)[0] == stop.found)
-    assert (hits[0] if hits.size else None) == first
+    _, found = run(stop, jnp.zeros((1,), jnp.int32), jnp.asarray([ids], jnp.int32))
+    parts = [known[i] if i < len(known) else b"" for i in ids]
+    ends = np.cumsum([len(p) for p in parts]).tolist()
+    expected = [
+        bool(ends_in(b"".join(parts[: n + 1]), end - len(parts[n]), strings))
+        for n, end in enumerate(ends)
+    ]
+    assert np.asarray(found)[0].tolist() == expected
 
 
-@given(strings=st.lists(WORDS, min_size=1, max_size=3), parts=st.lists(st.text("abc", max_size=4)))
-def test_a_stream_shows_what_the_whole_text_shows(strings: list[str], parts: list[str]) -> None:
-    holder = Holder(strings)
-    shown = [holder.push(part) for part in parts]
-    assert cut("".join(parts), strings).startswith("".join(shown))
-    assert "".join(shown) + holder.finish() == cut("".join(parts), strings)
+def test_a_worked_table() -> None:
+    """The example of the module's docstring."""
+    table = token_automaton(["ab"], [b"a", b"b", b"aba"], 3)
+    assert table[:3].tolist() == [[1, 0, -2], [1, -3, -2], [1, 0, -2]]
 
 
-def test_cut_takes_the_longest_of_those_that_end_together() -> None:
-    assert cut("xxabc", ["bc", "abc"]) == "xx"
-    assert cut("abab", ["ba", "zz"]) == "a"
-    assert cut("nothing", ["zz"]) == "nothing"
+@given(
+    strings=st.lists(WORDS, min_size=1, max_size=4), text=st.text("abc"), start=st.integers(0, 9)
+)
+def test_match_takes_the_first_that_is_complete(strings: list[str], text: str, start: int) -> None:
+    """Of strings that end together it is the longest: the one that starts first."""
+    start = min(start, len(text))
+    found = ends_in(text.encode(), start, strings)
+    expected = (found[0][1], found[0][0]) if found else None
+    assert match(text.encode(), start, [s.encode() for s in strings]) == expected
+
+
+@given(strings=st.lists(WORDS, min_size=1, max_size=4), text=st.text("ab", max_size=8))
+def test_overlap_is_what_may_become_a_string(strings: list[str], text: str) -> None:
+    begins = {s[:n] for s in strings for n in range(1, len(s))}
+    longest = max((n for n in range(1, len(text) + 1) if text[-n:] in begins), default=0)
+    assert overlap(text.encode(), [s.encode() for s in strings]) == longest
 
 
 def test_the_bytes_of_the_tokens_are_the_text(model: Model) -> None:
@@ -93,8 +114,9 @@ def test_rows_end_where_the_text_says(model: Model, strings: list[str]) -> None:
             expected = ids[: hits[0]] if hits else ids
             assert out.ids()[row] == expected
             assert out.finish_reasons[row] == ("stop_string" if hits else "length")
-            shown = out.texts()[row]
-            assert shown == cut(model.text.decode(expected), strings)
+            shown, text = out.texts()[row], model.text.decode(expected)
+            cuts = [(text.find(s) + len(s), text.find(s)) for s in strings if s in text]
+            assert shown == (text[: min(cuts)[1]] if cuts else text)
             assert not any(s in shown for s in strings)
     events = list(stream(model, prompts, max_new_tokens=48, stop_ids=(), stop=strings))
     for row in range(len(prompts)):

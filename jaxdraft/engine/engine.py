@@ -24,8 +24,8 @@ from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH, plan
 from jaxdraft.sampling import Sampling
 from jaxdraft.state.budget import parse_memory, whole
-from jaxdraft.stop_strings import Holder
 from jaxdraft.telemetry import Summary, summarize
+from jaxdraft.text import OutputText
 
 PAGE_SIZE = 64
 """Slots of a page where nothing else is said: prefixes are shared in steps of so many tokens."""
@@ -290,7 +290,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request now; what was emitted stays. One that is over is left alone."""
         if not request.finished:
-            self._end(request, "cancelled")
+            self._cut_short(request, "cancelled")
 
     def release(self, request: Request) -> None:
         """End a request if it runs, and give back all it holds. Twice is as good as once."""
@@ -444,7 +444,8 @@ class Engine:
         over, began = status is not Status.RUNNING, request.phase is Phase.READING
         accepted = -1 if first else int(columns.accepted[place])
         try:
-            text = self._text(request, tokens, over)
+            stopped = status is Status.STOP_STRING
+            text = self._text(request, tokens, done=over, stopped=stopped)
         except Exception as error:  # of the tokenizer: nobody else's business
             self._end(request, "failed", error, tokens=tokens, accepted=accepted)
             return
@@ -485,18 +486,27 @@ class Engine:
             undrafted=columns.undrafted[place].astype(np.int64),
         )
 
-    def _text(self, request: Request, tokens: list[int], over: bool) -> str | None:
+    def _text(
+        self, request: Request, tokens: list[int], *, done: bool, stopped: bool = False
+    ) -> str | None:
         if self.model.text is None:
             return None
-        if request.speaker is None:
-            request.speaker = (self.model.text.stream(), Holder(request.rules.stop))
+        if request.output_text is None:
+            prompt, stop = request.prompt, request.rules.stop
+            request.output_text = OutputText(self.model.text, prompt=prompt, stop=stop)
             request.text = ""
-        decoder, holder = request.speaker
-        text = holder.push(decoder.push(tokens))
-        if over:
-            text += holder.push(decoder.finish()) + holder.finish()
+        text = request.output_text.push(tokens, done=done, stopped=stopped)
         request.text = (request.text or "") + text
         return text
+
+    def _cut_short(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+        """End a request between steps, with the text that was held back."""
+        text = None
+        try:
+            if request.output_text is not None:
+                text = self._text(request, [], done=True)
+        finally:
+            self._end(request, reason, error, text=text)
 
     def _end(
         self,
@@ -515,7 +525,7 @@ class Engine:
         request.finish_reason, request.error = reason, error
         # On the device a row that ends by itself has stopped; any other must be told to.
         stop = reason in ("cancelled", "failed")
-        request.phase, request.speaker = Phase.DONE, None
+        request.phase, request.output_text = Phase.DONE, None
         if keeps:
             self.scheduler.keep(request, memory, stop=stop)
         elif request.row is not None:
@@ -559,7 +569,7 @@ class Engine:
                 self._draft(NoDrafter())
             elif request.strikes >= _STRIKES:
                 self._acquit(None)
-                self._end(request, "failed", error)
+                self._cut_short(request, "failed", error)
         known = set(self.scheduler.suspects)
         self.scheduler.suspects += [r for r in part if r not in known and not r.finished]
 

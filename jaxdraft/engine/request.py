@@ -12,6 +12,7 @@ import numpy as np
 from jaxdraft.base import NoDraft
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.telemetry import Stats, Summary, summarize
+from jaxdraft.text import OutputText
 
 if TYPE_CHECKING:
     from jaxdraft.engine.engine import Engine
@@ -149,7 +150,7 @@ class Request:
         self.noted: tuple[Any, int] | None = None  # of one that lost its row: see `programs.note`
         self.strikes = 0
         self.text: str | None = None
-        self.speaker: Any = None
+        self.output_text: OutputText | None = None  # once a token was emitted
         self.total = min(len(self.ids) + rules.max_new_tokens, rules.max_length)
 
     def unwind(self) -> Turn:

@@ -208,14 +208,10 @@ def _power(size: int) -> int:
 
 
 def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> np.ndarray:
-    """Automata [s, V] of several sizes as one table [count, states, V].
-
-    The last state means *found*, so it moves to the end of the largest.
-    """
-    table = np.full((count, states, vocab), states - 1, np.int16)
+    """Put automata [s, V] of several sizes into one table [count, states, V]."""
+    table = np.zeros((count, states, vocab), np.int16)
     for number, automaton in enumerate(automata):
-        last = automaton.shape[0] - 1
-        table[number, :last] = np.where(automaton == last, states - 1, automaton)[:last]
+        table[number, : automaton.shape[0]] = automaton
     return table
 
 
