@@ -282,7 +282,7 @@ def _generate(
         start = state.emitted
         state, info = rounds.round(target, drafter, state, rules, logprobs=logprobs)
         if seen is not None:
-            place = (0, number)
+            place = (jnp.zeros_like(number), number)
             seen = Trace(lax.dynamic_update_slice(seen.accepted, info.accepted[:, None], place))
         return state, number + 1, seen, _append(said, info, start)
 
@@ -346,7 +346,7 @@ def _append(said: Logprobs | None, info: RoundInfo, start: jax.Array) -> Logprob
     step = jnp.arange(info.logprobs.token.shape[1], dtype=jnp.int32)[None]
     size = said.token.shape[1]
     place = jnp.where(step < info.emitted[:, None], start[:, None] + step, size)
-    row = jnp.arange(place.shape[0])[:, None]
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
     return jax.tree.map(lambda x, new: x.at[row, place].set(new, mode="drop"), said, info.logprobs)
 
 

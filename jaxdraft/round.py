@@ -184,7 +184,9 @@ def read(
     batch, size = state.tokens.shape
     step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     place = jnp.where(step < count[:, None], state.length[:, None] + step, size)
-    text = state.tokens.at[jnp.arange(batch)[:, None], place].set(tokens, mode="drop")
+    text = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
+        tokens, mode="drop"
+    )
     out = target.forward(tokens, count, state.target, row=jnp.maximum(count - 1, 0))
     zeros = jnp.zeros((batch,), jnp.int32)
     feed = _feed(out, tokens, count, state.length, zeros, zeros)
@@ -380,7 +382,9 @@ def _emit(
     position = jnp.where(
         place < count[:, None], state.length[:, None] + place, state.tokens.shape[1]
     )
-    tokens = state.tokens.at[jnp.arange(batch)[:, None], position].set(said, mode="drop")
+    tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], position].set(
+        said, mode="drop"
+    )
     length, emitted = state.length + count, state.emitted + count
     status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
     status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
@@ -444,7 +448,7 @@ def _logprobs(
         top = jnp.zeros((*said.shape, 0), jnp.float32)
         ids = jnp.zeros((*said.shape, 0), jnp.int32)
     else:
-        top, ids = lax.optimization_barrier(lax.top_k(logits, alternatives))
+        top, ids = sampling.largest_first(logits, alternatives)
         top = top - mass[..., None]
     return Logprobs(
         jnp.where(there, token, 0.0),
@@ -520,7 +524,7 @@ def _within(proposal: Proposal, feed: Feed) -> Proposal:
     """The proposal, no longer than was asked for: more would be emitted past the row's limits."""
     length = jnp.minimum(proposal.length, jnp.where(feed.wants_draft, feed.limit, 0))
     length = jnp.maximum(length, 0).astype(jnp.int32)
-    kept = jnp.arange(proposal.tokens.shape[1])[None] < length[:, None]
+    kept = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)[None] < length[:, None]
     return replace(proposal, tokens=jnp.where(kept, proposal.tokens, NO_TOKEN), length=length)
 
 

@@ -75,6 +75,21 @@ def best_token(logits: jax.Array) -> jax.Array:
     return (group[..., 0] * _GROUP + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
+def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The ``count`` largest of [..., X], best first, and where they are: [..., count] each.
+
+    The barriers keep XLA from merging a slice of the results into the top-k. It would no longer see
+    that only ``count`` entries are wanted, and would sort all of them. One barrier per result: over
+    both at once XLA ends the process when the scores lie on several devices.
+
+    Args:
+      scores: [..., X].
+      count: static, at most X.
+    """
+    values, index = lax.top_k(scores, count)
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
+
+
 class _Numbers(NamedTuple):
     temperature: float
     top_k: int
@@ -261,7 +276,9 @@ def row_streams(key: jax.Array | int, batch: int, *, first: int = 0) -> jax.Arra
         key = jax.random.wrap_key_data(key)
     if key.shape != ():
         raise ValueError(f"key has shape {key.shape}; expected one key")
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(batch))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+        key, first + jnp.arange(batch, dtype=jnp.int32)
+    )
 
 
 def draw_keys(streams: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
@@ -304,13 +321,13 @@ def adjust(
         logits = jnp.where(_masks(rules.mask, history, rows), logits, MASKED)
     early = history.emitted[:, None] + step < rules.min_new_tokens[:, None]  # [B, T]
     index = jnp.where(early[:, :, None] & (stop_ids >= 0)[:, None], stop_ids[:, None], vocab)
-    place = (jnp.arange(batch)[:, None, None], step[..., None], index)
+    place = (jnp.arange(batch, dtype=jnp.int32)[:, None, None], step[..., None], index)
     return logits.at[place].set(MASKED, mode="drop")
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.Array:
     batch, rows, vocab = logits.shape
-    b = jnp.arange(batch)[:, None]
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None]
     start = (history.length - history.emitted)[:, None]
     none = jnp.zeros((batch, vocab), jnp.int32)
@@ -432,7 +449,7 @@ def _cutoff(tempered: jax.Array, t: Truncation) -> jax.Array:
         return jnp.full(top_k.shape, MASKED, jnp.float32)
 
     def search() -> jax.Array:
-        largest, _ = lax.optimization_barrier(lax.top_k(tempered, few))
+        largest, _ = largest_first(tempered, few)
         kth = jnp.take_along_axis(largest, jnp.minimum(top_k, few)[..., None] - 1, axis=-1)[..., 0]
         kth = jnp.where(top_k < vocab, kth, MASKED)
         settled = (top_k <= few) | (top_k == vocab)
@@ -567,6 +584,7 @@ __all__ = [
     "draw",
     "draw_keys",
     "drafting",
+    "largest_first",
     "probabilities",
     "row_streams",
 ]

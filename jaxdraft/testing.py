@@ -152,7 +152,8 @@ class TableDrafter(Stateless):
     @classmethod
     def random(cls, key: jax.Array, vocab_size: int, draft_tokens: int = 4) -> TableDrafter:
         """Independent uniform drafts."""
-        return cls(jax.random.randint(key, (vocab_size, draft_tokens), 0, vocab_size))
+        shape = (vocab_size, draft_tokens)
+        return cls(jax.random.randint(key, shape, 0, vocab_size, jnp.int32))
 
     @property
     def draft_tokens(self) -> int:
@@ -182,7 +183,7 @@ class LatticeDrafter(Stateless):
         """Distinct random candidates, independent normal scores."""
         first, second = jax.random.split(key)
         shape = (vocab_size, draft_tokens, candidates)
-        order = jax.random.uniform(first, (*shape[:2], vocab_size))
+        order = jax.random.uniform(first, (*shape[:2], vocab_size), jnp.float32)
         ids = jnp.argsort(order, axis=-1)[..., :candidates].astype(jnp.int32)
         return cls(ids, jax.random.normal(second, (*shape, candidates), jnp.float32))
 
@@ -228,7 +229,7 @@ class ScriptedDrafter(Stateless):
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """The script from the position after the anchor on."""
         anchor = feed.first_position + feed.count
-        index = anchor[:, None] + 1 + jnp.arange(self.width)[None]
+        index = anchor[:, None] + 1 + jnp.arange(self.width, dtype=jnp.int32)[None]
         token = jnp.take_along_axis(self.truth, index, axis=1, mode="clip")
         right = jnp.take_along_axis(self.right, index, axis=1, mode="clip")
         return state, *propose_tokens(jnp.where(right, token, (token + 1) % self.vocab_size), feed)
@@ -239,7 +240,7 @@ def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
     limit = jnp.minimum(feed.limit, tokens.shape[1])
     wants = feed.wants_draft & (limit > 0)
     length = jnp.where(wants, limit, 0).astype(jnp.int32)
-    kept = jnp.arange(tokens.shape[1])[None] < length[:, None]
+    kept = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < length[:, None]
     reason = jnp.where(wants, NoDraft.DRAFTED, NoDraft.UNWANTED).astype(jnp.int32)
     proposal = Proposal(jnp.where(kept, tokens, -1).astype(jnp.int32), length)
     return proposal, DraftInfo(reason, jnp.any(wants).astype(jnp.int32))

@@ -43,7 +43,7 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     chex.assert_shape(proposal.tokens, (batch, rows - 1))
     best = best_token(logits)
     finite = _speaks(logits, best)
-    proposed = jnp.arange(rows - 1)[None] < proposal.length[:, None]
+    proposed = jnp.arange(rows - 1, dtype=jnp.int32)[None] < proposal.length[:, None]
     match = (proposal.tokens == best[:, :-1]) & finite[:, :-1] & proposed
     accepted = jnp.sum(jnp.cumprod(match.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
@@ -85,7 +85,7 @@ def sampled(
         target = distribution(jnp.where(finite[..., None], logits, 0.0), truncation)
         drafts, length = proposal.tokens, proposal.length
         width = drafts.shape[1]
-        proposed = jnp.arange(width)[None] < length[:, None]
+        proposed = jnp.arange(width, dtype=jnp.int32)[None] < length[:, None]
         tokens = jnp.maximum(drafts, 0)
         rows = jax.tree.map(lambda x: x[:, :width], target)
         p = jnp.exp(rows.log_prob(tokens))
@@ -134,7 +134,7 @@ def _fallen(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
         return none
     at = jnp.minimum(accepted, width - 1)[:, None]
     fell = (accepted < proposal.length)[:, None]
-    row = jnp.arange(batch)[:, None]
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     if proposal.support is None:
         token = jnp.take_along_axis(proposal.tokens, at, axis=1)
         return none.at[row, jnp.where(fell, token, vocab)].add(1.0, mode="drop")

@@ -128,7 +128,7 @@ class AdaptiveDrafter(Around):
         """See :meth:`jaxdraft.base.Drafter.propose`."""
         limit = jnp.minimum(feed.limit, self.draft_tokens)
         asked = feed.wants_draft & (limit > 0)
-        full = state.cut + 1 >= self.probe_every
+        full = state.cut + 1 >= jnp.asarray(self.probe_every, jnp.int32)
         width = jnp.where(full, limit, jnp.minimum(self.width(state), limit))
         asks = replace(feed, wants_draft=asked & (width > 0), limit=width)
         inner, proposal, info = self.inner.propose(state.inner, asks)

@@ -95,7 +95,9 @@ def best_width(
     drafts = jnp.arange(stands.shape[1] + 1, dtype=jnp.float32)
     tokens = 1.0 + jnp.cumsum(jnp.cumprod(stands, axis=1), axis=1)
     tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
-    cost = 1.0 + jnp.where(drafts > 0, round_cost, 0.0) + drafts * draft_cost
+    # Python's numbers are float64 arguments under `jax_enable_x64`.
+    once, each = (jnp.asarray(x, jnp.float32) for x in (round_cost, draft_cost))
+    cost = 1.0 + jnp.where(drafts > 0, once, 0.0) + drafts * each
     worth = tokens / cost[None]
     if limit is not None:
         worth = jnp.where(drafts[None] <= limit[:, None].astype(jnp.float32), worth, 0.0)

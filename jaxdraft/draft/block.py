@@ -16,6 +16,7 @@ from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.sampling import largest_first
 from jaxdraft.state import paged, ring
 from jaxdraft.state.budget import check_slots, page_count, ring_pages, whole
 from jaxdraft.state.paged import PagedPool, Source
@@ -306,7 +307,7 @@ class BlockDrafter:
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         tokens, support = self._choose(lattice, length, feed.draw)
-        kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
+        kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice, support)
         return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
 
@@ -336,9 +337,7 @@ class BlockDrafter:
         features = backbone.block(embedded, state.length, self._context(state))
         features = features[:, : self.draft_tokens]
         logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
-        # The barrier keeps XLA from merging the slices below into the top-k: it would no longer see
-        # that only C entries are wanted, and sort the whole vocabulary.
-        values, candidates = lax.optimization_barrier(lax.top_k(logits, width))
+        values, candidates = largest_first(logits, width)
         start = backbone.places(anchor)[:, None, None]
         start = jnp.broadcast_to(start, (batch, 1, width))
         previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)

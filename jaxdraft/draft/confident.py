@@ -76,7 +76,7 @@ class ConfidentDrafter(Around):
         length = self.width(proposal.lattice, proposal.length)
         pauses = (proposal.length > 0) & (length == 0)
         reason = jnp.where(pauses, NoDraft.PAUSED, info.reason).astype(jnp.int32)
-        kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
+        kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
         tokens = jnp.where(kept, proposal.tokens, NO_TOKEN)
         return state, replace(proposal, tokens=tokens, length=length), replace(info, reason=reason)
 

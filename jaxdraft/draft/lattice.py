@@ -170,7 +170,9 @@ def to_go(lattice: Lattice, algebra: Algebra, *, length: jax.Array | None = None
     batch, steps, width, _ = scores.shape
     values = algebra.width
     length = _lengths(lattice, length)
-    nothing = jnp.where(jnp.arange(values) == 0, jnp.float32(algebra.empty), jnp.float32(MASKED))
+    nothing = jnp.where(
+        jnp.arange(values, dtype=jnp.int32) == 0, jnp.float32(algebra.empty), jnp.float32(MASKED)
+    )
     nothing = jnp.broadcast_to(nothing, (batch, width, values))
 
     def step(
@@ -436,7 +438,7 @@ def _lengths(lattice: Lattice, length: jax.Array | None) -> jax.Array:
     if length is None:
         return jnp.full((batch,), steps, jnp.int32)
     chex.assert_shape(length, (batch,))
-    return length
+    return jnp.asarray(length, jnp.int32)
 
 
 def _temper(lattice: Lattice, temperature: float | jax.Array) -> Lattice:
@@ -458,7 +460,7 @@ def _open(lattice: Lattice) -> jax.Array:
             f"scores of shape {lattice.scores.shape} with candidates of shape "
             f"{lattice.candidates.shape}; expected {expected}"
         )
-    return _saturate(lattice.scores)
+    return _saturate(lattice.scores.astype(jnp.float32))
 
 
 def _saturate(scores: jax.Array) -> jax.Array:

@@ -241,7 +241,7 @@ class MtpDrafter:
         )
         reason = jnp.where((limit > 0) & ~finite, NoDraft.NONFINITE, reason).astype(jnp.int32)
         length = jnp.where(finite, limit, 0)
-        kept = jnp.arange(self.draft_tokens)[None] < length[:, None]
+        kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
         state = replace(state, pool=replace(pool, length=state.pool.length))
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, support=support)
         return state, proposal, DraftInfo(reason, passes)

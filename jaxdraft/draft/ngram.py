@@ -91,7 +91,9 @@ class NgramDrafter:
         batch, size = state.tokens.shape
         step = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
-        tokens = state.tokens.at[jnp.arange(batch)[:, None], place].set(feed.tokens, mode="drop")
+        tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
+            feed.tokens, mode="drop"
+        )
         length = jnp.where(count > 0, feed.first_position + count, state.length)
         return NgramState(tokens, length, whole & (length < size))
 

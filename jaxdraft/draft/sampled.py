@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxdraft.base import Draw, Lattice, Support
 from jaxdraft.draft.lattice import path_tokens, walk
-from jaxdraft.sampling import draw, probabilities
+from jaxdraft.sampling import draw, largest_first, probabilities
 
 
 def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
@@ -45,8 +45,7 @@ def sampled_token(
     Returns:
       Tokens [B], and the support: tokens [B, C] and their probabilities [B, C].
     """
-    # The barrier keeps the top-k a top-k; see BlockDrafter.lattice.
-    values, tokens = jax.lax.optimization_barrier(jax.lax.top_k(logits, candidates))
+    values, tokens = largest_first(logits, candidates)
     probs = probabilities(values, how.truncation)
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(how.keys, step)
     index = draw(probs, keys)

@@ -243,7 +243,9 @@ class Runner:
 
         def ask(state: RoundState) -> Any:
             none = jnp.full((self.batch, self._columns), NO_PAGE, jnp.int32)
-            seats = Seats(jnp.arange(self.batch), jnp.ones((self.batch,), bool), none)
+            seats = Seats(
+                jnp.arange(self.batch, dtype=jnp.int32), jnp.ones((self.batch,), bool), none
+            )
             return rounds.propose(self.drafter, programs.seated(state, seats), rules)[0]
 
         return jax.eval_shape(ask, shape).proposal.support

@@ -77,7 +77,10 @@ def delta_rule(
         output = output + overlap * update
         return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
 
-    rows, columns = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    rows, columns = (
+        jnp.arange(steps, dtype=jnp.int32)[:, None],
+        jnp.arange(steps, dtype=jnp.int32)[None],
+    )
     # G_i - G_j as a sum of its own terms: the difference of two long sums would lose their digits.
     later = jnp.where(rows > columns, jnp.swapaxes(log_decay, 1, 2)[..., None], 0.0)  # [.., m, j]
     upto = (rows >= columns).astype(jnp.float32)  # [i, m]
@@ -158,7 +161,9 @@ class DeltaNet(nnx.Module):
         self.ba = Linear(width, 2 * config.value_heads, dtype=dtype, rngs=rngs)
         shape = (config.channels, config.conv_width)
         self.conv_weight = nnx.Param(
-            (jax.random.normal(rngs.params(), shape) * config.conv_width**-0.5).astype(dtype)
+            (jax.random.normal(rngs.params(), shape, jnp.float32) * config.conv_width**-0.5).astype(
+                dtype
+            )
         )
         self.conv_bias = nnx.Param(jnp.zeros((config.channels,), dtype))
         self.decay_scale = nnx.Param(-jnp.ones((config.value_heads,), jnp.float32))

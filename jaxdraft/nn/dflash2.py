@@ -19,8 +19,12 @@ class DFlash2(BlockBackbone):
         super().__init__(config, dtype=dtype, rngs=rngs)
         shape = (config.draftable, config.rank)
         self.hidden_projection = Linear(config.width, config.rank, dtype=dtype, rngs=rngs)
-        self.predecessor = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
-        self.successor = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
+        self.predecessor = nnx.Param(
+            jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
+        )
+        self.successor = nnx.Param(
+            jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
+        )
 
     def pair_scores(
         self, features: jax.Array, previous: jax.Array, candidates: jax.Array

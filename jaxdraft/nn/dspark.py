@@ -18,8 +18,12 @@ class DSpark(BlockBackbone):
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         shape = (config.draftable, config.rank)
-        self.markov_w1 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
-        self.markov_w2 = nnx.Param(jax.random.normal(rngs.params(), shape).astype(dtype))
+        self.markov_w1 = nnx.Param(
+            jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
+        )
+        self.markov_w2 = nnx.Param(
+            jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
+        )
 
     def pair_scores(
         self, features: jax.Array, previous: jax.Array, candidates: jax.Array

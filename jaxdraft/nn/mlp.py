@@ -37,7 +37,7 @@ class Moe(nnx.Module):
         e, i = config.experts, config.hidden
 
         def random(*shape: int) -> jax.Array:
-            noise = jax.random.normal(rngs.params(), shape) * shape[-1] ** -0.5
+            noise = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
             return noise.astype(dtype)
 
         self.router = Linear(width, e, dtype=dtype, rngs=rngs)

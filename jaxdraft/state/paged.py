@@ -206,7 +206,7 @@ def grow(pool: AnyPool, positions: jax.Array) -> tuple[AnyPool, jax.Array]:
     # Example: free = [5 4 3 2 | ...], free_count = 4, taken = [1, 2]: row 0 gets page 2 (entry 3),
     # row 1 gets pages 3 and 4 (entries 2 and 1).
     top = pool.free_count - jnp.cumsum(taken) + taken
-    column = jnp.arange(columns)[None]
+    column = jnp.arange(columns, dtype=jnp.int32)[None]
     nth = column - have[:, None]
     new = (nth >= 0) & (nth < taken[:, None])
     page = jnp.take(pool.free, top[:, None] - 1 - nth, mode="clip")
@@ -277,13 +277,16 @@ def room(positions: int, rows: int) -> int:
 def _write_slices(pages: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     for b in range(rows.shape[0]):
         update = jnp.swapaxes(rows[b], 0, 1)[None].astype(pages.dtype)  # [1, G, T, H]
-        pages = lax.dynamic_update_slice(pages, update, (b, 0, start[b], 0))
+        # Indices of one type: beside a Python integer, which `jax_enable_x64` makes an int64, an
+        # int32 is refused.
+        place = (jnp.int32(b), jnp.int32(0), start[b], jnp.int32(0))
+        pages = lax.dynamic_update_slice(pages, update, place)
     return pages
 
 
 def _addresses(pool: PagedPool, steps: int, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Page and slot of positions ``length + t``, [B, T] each; NO_PAGE: must not be written."""
-    step = jnp.arange(steps)[None]
+    step = jnp.arange(steps, dtype=jnp.int32)[None]
     position = pool.length[:, None] + step
     column = position // pool.page_size
     inside = (step < count[:, None]) & (column < pool.table.shape[1])

@@ -57,7 +57,7 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
       count: [B] int32, 0..T. Zero leaves the row's state as it was, bit for bit.
     """
     steps = capsule.log_decay.shape[1]
-    kept = jnp.arange(steps)[None, :] < count[:, None]  # [B, T]
+    kept = jnp.arange(steps, dtype=jnp.int32)[None, :] < count[:, None]  # [B, T]
     decay = jnp.where(kept[..., None], capsule.log_decay, 0.0)
     # What follows a row, summed from the end so that no digits are lost in a difference of sums.
     # Example, T = 3, count = 2: decay = [g0 g1 0], from the end [g0+g1 g1 0], after a row [g1 0 0].
@@ -90,5 +90,5 @@ def _shift(conv: jax.Array, rows: jax.Array, count: jax.Array) -> jax.Array:
     """
     width = conv.shape[1]
     stream = jnp.concatenate([conv, rows.astype(conv.dtype)], axis=1)
-    index = count[:, None] + jnp.arange(width)[None]
+    index = count[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(stream, index[..., None], axis=1, mode="clip")

@@ -185,7 +185,7 @@ def write(
     chex.assert_equal_shape([first, count, ring.length])
     if not keys:
         return ring
-    step = jnp.arange(keys[0].shape[1])[None]
+    step = jnp.arange(keys[0].shape[1], dtype=jnp.int32)[None]
     end = first + count
     position = first[:, None] + step
     kept = (step < count[:, None]) & (position > end[:, None] - ring.window)

@@ -72,5 +72,5 @@ def following(rows: jax.Array, anchors: jax.Array, count: int, *, offset: int) -
     predecessors and the rows of the target that predict them.
     """
     at = anchors[..., None] + offset + jnp.arange(count, dtype=anchors.dtype)[None, None]
-    row = jnp.arange(rows.shape[0])[:, None, None]
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None, None]
     return rows[row, at]

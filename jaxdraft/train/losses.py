@@ -133,10 +133,10 @@ class DraftLoss:
             selected = self._mixed(logits + bias, labels, teacher, batch.greedy)
         else:
             # One entry too many: the label's own, or the last candidate that it replaces.
-            place = jnp.arange(config.candidates + 1).reshape(1, 1, 1, -1)
+            place = jnp.arange(config.candidates + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
             spare = jnp.where(found, config.candidates, config.candidates - 1)[..., None]
             kept = place != spare
-            index = jnp.where(found, jnp.argmax(hit, axis=-1), config.candidates)
+            index = jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), config.candidates)
             selected = self._mixed(
                 jnp.where(kept, scores, MASKED),
                 index,

@@ -141,7 +141,7 @@ def make_step(
             for wanted in (True, False)
         )
         (value, metrics), found = jax.value_and_grad(of, has_aux=True)(moving)
-        gradient = whole(found, [jnp.zeros(leaf.shape) for leaf in integers])
+        gradient = whole(found, [jnp.zeros(leaf.shape, jnp.float32) for leaf in integers])
         # optax counts on Python's promotion of numbers, which strict settings refuse.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, memory = transform.update(gradient, state.optimizer, state.params)

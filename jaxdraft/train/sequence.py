@@ -90,7 +90,10 @@ def causal_attention(
     )
     if config.softcap:
         scores = config.softcap * jnp.tanh(scores / config.softcap)
-    row, column = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    row, column = (
+        jnp.arange(steps, dtype=jnp.int32)[:, None],
+        jnp.arange(steps, dtype=jnp.int32)[None],
+    )
     seen = column <= row
     if config.window != FULL_ATTENTION:
         seen = seen & (column > row - config.window)
@@ -201,7 +204,10 @@ def _chain_attention(
     q = query.reshape(batch, steps, groups, heads // groups, dim)
     q = q * jnp.asarray(config.scale, q.dtype)
     cached = jnp.einsum("btgnh,bsgh->bgnts", q, keys[0], precision=exact)
-    row, column = jnp.arange(steps)[:, None], jnp.arange(steps)[None]
+    row, column = (
+        jnp.arange(steps, dtype=jnp.int32)[:, None],
+        jnp.arange(steps, dtype=jnp.int32)[None],
+    )
     cached = jnp.where(column <= row, cached.astype(jnp.float32), MASKED)
     own = [jnp.einsum("btgnh,btgh->bgnt", q, k, precision=exact)[..., None] for k in keys[1:]]
     weights = jax.nn.softmax(
