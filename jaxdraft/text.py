@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
@@ -17,31 +16,17 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
+from jaxdraft import templates
 from jaxdraft.stop_strings import match, overlap, token_automaton
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are not UTF-8."""
-
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,13 +35,13 @@ class Text:
 
     Attributes:
       tokenizer: the tokenizer; neither truncates nor pads.
-      chat_template: a Jinja template, or None for a model without one.
+      chat_template: a Jinja template, several by name, or None for a model without one.
       special_tokens: strings that the template knows by name, ``{"bos_token": "<s>", ...}``.
       source: where it was read from, for messages.
     """
 
     tokenizer: Tokenizer
-    chat_template: str | None = None
+    chat_template: templates.Templates | None = None
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: str = "this tokenizer"
 
@@ -65,26 +50,26 @@ class Text:
         """Reads the tokenizer that lies beside a model.
 
         Args:
-          path: a folder with ``tokenizer.json`` and ``tokenizer_config.json``. The chat template is
-            ``chat_template.jinja`` or, without that file, the entry of the configuration.
+          path: a folder with ``tokenizer.json``. ``tokenizer_config.json`` beside it may name
+            special tokens. Chat templates are found where transformers looks for them; see
+            :func:`jaxdraft.templates.read_templates`.
 
         Raises:
           ValueError: if a file is missing or does not hold what its name says.
         """
         folder = Path(path)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if not (folder / name).is_file():
-                raise ValueError(f"no {name} in {folder}")
-        config = _read_config(folder / "tokenizer_config.json")
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"no tokenizer.json in {folder}")
+        config = templates.read_json(folder / "tokenizer_config.json")
         tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        special = _special_tokens(config)
+        special = templates.read_special_tokens(folder, config)
         # A special token may be an ordinary entry of the vocabulary; it keeps its id.
         added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         ordinary = [t for t in dict.fromkeys(special.values()) if t not in added]
         tokenizer.add_special_tokens([t for t in ordinary if tokenizer.token_to_id(t) is not None])
         return cls(
             tokenizer=tokenizer,
-            chat_template=_chat_template(folder, config),
+            chat_template=templates.read_templates(folder, config),
             special_tokens=special,
             source=str(folder),
         )
@@ -128,48 +113,52 @@ class Text:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Returns a conversation as the model reads it.
+        """Returns a conversation as the model reads it, as transformers renders it.
 
         Args:
-          messages: ``{"role": ..., "content": ...}`` each, oldest first.
-          add_generation_prompt: whether the text ends where the model's answer begins.
-          **variables: further variables of the template, such as ``tools``.
+          messages: ``{"role": ..., "content": ...}`` each, oldest first; mappings, dataclasses or
+            pydantic models.
+          add_generation_prompt: whether the text ends where the model's answer begins. Default:
+            yes, unless ``continue_final_message``.
+          continue_final_message: whether the text ends inside the last message, for the model to
+            continue it; or the name of the message's field to continue, if not ``"content"``.
+          tools: JSON schemas of functions. A template named ``tool_use`` is chosen with them.
+          documents: mappings, for templates that cite.
+          chat_template: the name of a template, or a template.
+          **variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-          ValueError: if there is no template, or the template refuses the conversation.
+          ValueError: if there is no such template, or it refuses the conversation.
         """
-        if self.chat_template is None:
-            raise ValueError(f"{self.source} has no chat template; encode a prompt instead")
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(f"a message is a mapping with a 'role', not {message!r}")
-        known = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        try:
-            return _compile(self.chat_template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **known
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: content that is no string
-            raise ValueError(f"the chat template of {self.source}: {error}") from error
+        return templates.render(
+            self.chat_template,
+            messages,
+            source=self.source,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            variables=variables,
+        )
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> list[int]:
+    def chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Returns the ids of a conversation; arguments and errors are those of :meth:`render`.
 
         The template writes the special tokens, the one for the beginning included, so the
         tokenizer adds none.
         """
-        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render(messages, **options), add_special_tokens=False)
 
     @functools.cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -493,90 +482,3 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
-    return config
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; each is a string or an object with its ``content``."""
-    named = {name: config.get(name) for name in _SPECIAL_NAMES}
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        named |= extra
-    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
-    return {name: token for name, token in contents.items() if isinstance(token, str)}
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"chat_template in {folder / 'tokenizer_config.json'} is not a string")
-    return template
-
-
-# ---------------------------------------------------------------------------------------- templates
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks the model's own words for training; here it is only a block."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; Jinja's own filter would escape it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    """Compiles a template in an environment like that of Hugging Face's models.
-
-    Templates come with a model and are not trusted: no attribute that leads out of the values they
-    are given can be read, and none of these can be changed.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    names = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(template, globals=names)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxdraft import templates
 from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as words
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
@@ -62,8 +63,7 @@ MAX_SHARD_BYTES = 4 << 30
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
+    *templates.FILES,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -167,7 +167,9 @@ def save(
                 write_json(making / name / file, body)
             write_tensors(making / name, part.tensors, max_shard_bytes)
         for path in files:
-            shutil.copyfile(path, making / TARGET / path.name)
+            deeper = templates.FOLDER if path.parent.name == templates.FOLDER else ""
+            (making / TARGET / deeper).mkdir(exist_ok=True)
+            shutil.copyfile(path, making / TARGET / deeper / path.name)
     return Saved(folder=folder, parts=tuple(plan.parts), rounded=rounded)
 
 
@@ -447,6 +449,7 @@ def _tokenizer_files(model: Any, tokenizer: str | Path | None) -> list[Path]:
     if not source:
         return []
     files = [Path(source, name) for name in _TOKENIZER if Path(source, name).is_file()]
+    files += sorted(Path(source, templates.FOLDER).glob("*.jinja"))
     if tokenizer is not None and Path(tokenizer, "tokenizer.json") not in files:
         raise ValueError(f"there is no tokenizer.json in {tokenizer}")
     return files

@@ -196,6 +196,19 @@ def test_stop_ids_and_tokenizer(saved: Path) -> None:
     assert model.text.encode("def f") == jaxdraft.load(FIRST_FAMILY).text.encode("def f")  # type: ignore[union-attr]
 
 
+def test_all_chat_templates_are_saved(saved: Path, tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    shutil.copy(FIRST_FAMILY / "tokenizer.json", source)
+    (source / "chat_template.jinja").write_text("plain")
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    save(jaxdraft.load(saved), tmp_path / "out", tokenizer=source)
+    text = jaxdraft.load(tmp_path / "out").text
+    assert text is not None
+    hi = [{"role": "user", "content": "hi"}]
+    assert (text.render(hi), text.render(hi, tools=[{}])) == ("plain", "tools")
+
+
 def test_shards_are_one_checkpoint(saved: Path, tmp_path: Path) -> None:
     model = jaxdraft.load(saved)
     save(model, tmp_path / "out", max_shard_bytes=20_000)
