@@ -101,7 +101,8 @@ def compile_for(
         start = time.perf_counter()
         compiled = lowered.compile(compiler_options={**told, **(options or {})})
         seconds = time.perf_counter() - start
-        thunks = _largest(folder, "*.thunk_sequence_after_thunk_passes.txt")
+        # A program too short for a CUDA graph has only the first list.
+        thunks = _largest(folder, "*.thunk_sequence_after_thunk_passes.txt", "*.thunk_sequence.txt")
         names = _thunk_names(_largest(folder, "*.thunk_metadata.txt"))
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return Compiled(compiled.as_text(), thunks, names, temporary, seconds)
@@ -116,12 +117,12 @@ def _topology(card: Card) -> Any:
     )
 
 
-def _largest(folder: str, pattern: str) -> str:
-    """The largest such file that was dumped: small helper modules have their own."""
-    found = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
-    if not found:
-        raise FileNotFoundError(f"XLA dumped no {pattern}")
-    return found[-1].read_text(encoding="utf-8")
+def _largest(folder: str, *patterns: str) -> str:
+    """The largest file of the first pattern that has any: small helper modules have their own."""
+    for pattern in patterns:
+        if found := sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size):
+            return found[-1].read_text(encoding="utf-8")
+    raise FileNotFoundError(f"XLA dumped no {' or '.join(patterns)}")
 
 
 def _thunk_names(text: str) -> dict[int, str]:

@@ -30,6 +30,7 @@ from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
+from jaxdraft.kernels.choice import with_kernels
 from jaxdraft.model import EMBEDDED, SMOLLM2_DRAFTER, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
@@ -81,6 +82,7 @@ __all__ = [
     "score",
     "stream",
     "summarize",
+    "with_kernels",
 ]
 
 _SUBMODULES = ("checkpoint", "cli", "testing", "train")

@@ -15,6 +15,7 @@ from jaxdraft.base import Drafter, Target
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.kernels import choice
 from jaxdraft.text import Text
 
 EMBEDDED = Path(__file__).parent / "data" / "family"
@@ -130,6 +131,7 @@ def load(
     packed: bool = False,
     blocked: bool = False,
     drafter: str | Path | None = None,
+    kernels: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
@@ -153,6 +155,8 @@ def load(
       drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
         that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
         DFlash2, DSpark and MTP. An artifact has one at most.
+      kernels: "xla", or "pallas" for GPU kernels that nobody has run on a GPU yet; see
+        :mod:`jaxdraft.kernels`. Default: what ``JAXDRAFT_KERNELS`` says, or else "xla".
       progress: called with (bytes done, bytes in all, what is being read).
 
     Returns:
@@ -161,12 +165,13 @@ def load(
     Raises:
       ArtifactError: a ``ValueError`` that names the file and the tensor, node or key, and says what
         was found and what was expected.
-      ValueError: an argument that this kind of folder has no use for.
+      ValueError: an argument that this kind of folder or device has no use for.
     """
     # The converter depends on this package, not the reverse.
     from convert import load_artifact
     from convert.checkpoint import is_checkpoint, load_checkpoint
 
+    kernels = choice.check(kernels)
     if packed and blocked:
         raise ValueError("packed and blocked are True; expected one of them at most")
     if is_checkpoint(folder):
@@ -177,13 +182,14 @@ def load(
             )
         loaded = load_checkpoint(folder, drafter=drafter, dtype=dtype, progress=progress)
         name = Path(folder).resolve().name
-        return assemble(loaded, loaded.folder, name=name, blocked=blocked)
+        model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
+        return choice.apply(model, kernels)
     if drafter is not None:
         raise ValueError(
             f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
         )
     loaded = load_artifact(folder, dtype=dtype, packed=packed, progress=progress)
-    return assemble(loaded, Path(folder), blocked=blocked)
+    return choice.apply(assemble(loaded, Path(folder), blocked=blocked), kernels)
 
 
 def assemble(loaded: Any, folder: Path, *, name: str | None = None, blocked: bool = False) -> Model:

@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
+from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.kernels import attention as fused
 from jaxdraft.nn.linear import Linear, precision
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import rotate
@@ -26,6 +28,7 @@ def attend(
     *,
     causal: bool,
     beside: Chunk | None = None,
+    implementation: str = XLA,
 ) -> jax.Array:
     """Softmax attention with a running maximum, chunk by chunk.
 
@@ -45,10 +48,14 @@ def attend(
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
       beside: further keys that are in no cache (a drafter's own block).
+      implementation: "xla", or "pallas" for a kernel where there is one; see
+        :mod:`jaxdraft.kernels`.
 
     Returns:
       [B, T, N * H].
     """
+    if implementation == PALLAS and fused.serves(query, source):
+        return fused.attend(query, positions, source, config, causal=causal, beside=beside)
     batch, steps, heads, dim = query.shape
     groups = config.kv_heads
     share = heads // groups
@@ -119,6 +126,8 @@ def attend(
 
 class Attention(nnx.Module):
     """The projections around :func:`attend` in a decoder layer, causal, one fused input product."""
+
+    implementation = XLA
 
     def __init__(self, width: int, config: AttentionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdraft.config import BlockDrafterConfig, ConvConfig
+from jaxdraft.kernels import XLA
 from jaxdraft.nn.attention import attend
 from jaxdraft.nn.linear import Linear, Table
 from jaxdraft.nn.mlp import Mlp
@@ -66,6 +67,8 @@ class BlockConv(nnx.Module):
 
 class BlockLayer(nnx.Module):
     """One layer of the backbone."""
+
+    implementation = XLA
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         a = config.attention
@@ -130,7 +133,16 @@ class BlockLayer(nnx.Module):
                 jnp.swapaxes(values, 1, 2)[:, None],
                 positions[:, None],
             )
-            out = attend(rotate(q, cos, sin), positions, context, a, causal=False, beside=block)
+            q = rotate(q, cos, sin)
+            out = attend(
+                q,
+                positions,
+                context,
+                a,
+                causal=False,
+                beside=block,
+                implementation=self.implementation,
+            )
             return self.o(out)
 
         return attention

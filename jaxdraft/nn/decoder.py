@@ -124,7 +124,15 @@ class Decoder(nnx.Module):
                     assert sliding is not None
                     sliding = ring.put(sliding, index, k, v, count)
                     keys = ring.reachable(sliding, index, count)
-                y = mixer.finish(attend(q, positions, keys, mixer.config, causal=True), gate)
+                y = attend(
+                    q,
+                    positions,
+                    keys,
+                    mixer.config,
+                    causal=True,
+                    implementation=mixer.implementation,
+                )
+                y = mixer.finish(y, gate)
             else:
                 memory = state.recurrent[len(capsules)]
                 y, capsule = mixer(y, memory.conv, memory.state)

@@ -63,7 +63,14 @@ class Mtp(nnx.Module):
         q, k, v, gate = self.mixer.project(self.input_norm(x), cos, sin)
         pool = paged.write(pool, 0, k, v, count)
         keys = paged.source(pool, 0, pool.length + count)
-        attended = attend(q, positions, keys, self.config.attention, causal=True)
+        attended = attend(
+            q,
+            positions,
+            keys,
+            self.config.attention,
+            causal=True,
+            implementation=self.mixer.implementation,
+        )
         x = x + self.mixer.finish(attended, gate)
         x = x + self.mlp(self.post_norm(x))
         return self.norm(x), pool

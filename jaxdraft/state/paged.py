@@ -38,12 +38,27 @@ class Chunk(NamedTuple):
     positions: jax.Array  # [B, C, S] int32, -1 where the slot holds no key
 
 
+class Span(NamedTuple):
+    """Where the keys of every row lie, for kernels that read pages themselves.
+
+    Row b has the positions ``first[b] <= p < end[b]``, at most ``M * Z`` of them. Position p lies
+    on page ``table[b, p // Z % M]`` at slot ``p % Z``; a page past the pool holds no key.
+    """
+
+    keys: jax.Array  # [P, G, Z, H]
+    values: jax.Array  # [P, G, Z, H]
+    table: jax.Array  # [B, M] int32
+    first: jax.Array  # [B] int32
+    end: jax.Array  # [B] int32
+
+
 class Source(NamedTuple):
     """Where attention reads its keys: ``read(i)`` for i in ``range(used)``, ``used <= chunks``."""
 
     read: Callable[[jax.Array], Chunk]
     used: jax.Array  # [] int32
     chunks: int
+    span: Span | None = None  # the same keys; None: they lie on no pages
 
 
 @struct.dataclass
@@ -325,7 +340,9 @@ def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Sour
         value = lax.dynamic_slice_in_dim(values, start, size, axis=2)
         return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
 
-    return Source(read, -(-jnp.max(length, initial=0) // size), chunks)
+    table = jnp.arange(keys.shape[0], dtype=jnp.int32)[:, None]
+    span = Span(keys, values, table, jnp.zeros_like(length), length)
+    return Source(read, -(-jnp.max(length, initial=0) // size), chunks, span)
 
 
 def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: jax.Array) -> Source:
@@ -343,7 +360,31 @@ def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: j
         value = jnp.take(values, page, axis=0, mode="clip")
         return hide(part, value, jnp.where(valid, position, -1))
 
-    return Source(read, -(-jnp.max(length, initial=0) // size), chunks)
+    end = jnp.minimum(length, columns * pool.page_size)
+    span = Span(keys, values, pool.table, jnp.zeros_like(length), end)
+    return Source(read, -(-jnp.max(length, initial=0) // size), chunks, span)
+
+
+def read_span(span: Span) -> Source:
+    """The keys of a span, as attention reads them without kernels.
+
+    Every key is gathered for itself. The sources that :func:`source` and
+    :mod:`jaxdraft.state.ring` make read whole pages or slices of them instead.
+    """
+    pages, _, slots, _ = span.keys.shape
+    columns = span.table.shape[1]
+
+    def read(index: jax.Array) -> Chunk:
+        step = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+        position = span.first[:, None] + index * CHUNK + step
+        page = jnp.take_along_axis(span.table, position // slots % columns, axis=1)
+        valid = (position < span.end[:, None]) & (page < pages)
+        page, slot = jnp.where(valid, page, 0), position % slots
+        part, value = (jnp.moveaxis(x[page, :, slot], 1, 2) for x in (span.keys, span.values))
+        return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
+
+    longest = jnp.max(span.end - span.first, initial=0)
+    return Source(read, -(-longest // CHUNK), -(-slots * columns // CHUNK), span)
 
 
 def hide(keys: jax.Array, values: jax.Array, positions: jax.Array) -> Chunk:

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxdraft.base import NO_PAGE
 from jaxdraft.state import paged
 from jaxdraft.state.budget import ring_pages, window_pages
-from jaxdraft.state.paged import CHUNK, Chunk, Source, hide
+from jaxdraft.state.paged import CHUNK, Chunk, Source, Span, hide
 
 
 @struct.dataclass
@@ -284,7 +284,8 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
         values = jnp.take(ring.values[layer], page, axis=0, mode="clip")
         return hide(keys, values, jnp.where(seen, position, -1))
 
-    return Source(read, -(-longest // (take * size)), -(-columns // take))
+    span = Span(ring.keys[layer], ring.values[layer], ring.table, oldest, end)
+    return Source(read, -(-longest // (take * size)), -(-columns // take), span)
 
 
 def _pages(ring: Ring, column: jax.Array) -> jax.Array:
@@ -312,7 +313,12 @@ def source(ring: Ring, layer: int) -> Source:
             values = jnp.take(ring.values[layer], ring.table, axis=0, mode="clip")
         return hide(keys, values, position)
 
-    return Source(read, jnp.asarray(1, jnp.int32), 1)
+    table = ring.table
+    if ring.dense:
+        table = jnp.arange(ring.pages, dtype=jnp.int32).reshape(table.shape)
+    oldest = jnp.maximum(ring.length - ring.slots, 0)
+    span = Span(ring.keys[layer], ring.values[layer], table, oldest, ring.length)
+    return Source(read, jnp.asarray(1, jnp.int32), 1, span)
 
 
 __all__ = [

@@ -1,0 +1,382 @@
+"""Attention of a few query rows over pages and rings, split over the keys.
+
+Source: Dao et al., "Flash-Decoding for long-context inference" (2023); the running softmax is
+Milakov and Gimelshein, arXiv:1805.02867.
+
+A program of the first kernel serves one row of the batch, one key head and one share of the keys:
+it multiplies all query rows of the head's group with a tile of keys, from the first key that a row
+can see to the last. Both are read inside the kernel, so shares beyond the keys in use read nothing.
+The second kernel joins the shares. One share needs no second kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxdraft.base import MASKED
+from jaxdraft.config import FULL_ATTENTION, AttentionConfig
+from jaxdraft.kernels import MAX_ROWS
+from jaxdraft.kernels.launch import LEAST, by_platform, ceil_div, iota, launch, power_of_two
+from jaxdraft.state.paged import Chunk, Source, Span, read_span
+
+_PROGRAMS = 256
+"""Programs to keep a GPU busy: about two for each of the 108 to 148 processors."""
+
+_MOST_SPLITS = 32
+_TILE = 16384
+"""Bytes of a tile of keys. Two of keys, two of values and the queries, twice as large, have to fit
+into the shared memory of a processor, of which an L4 has 99 KiB."""
+
+_Running = tuple[jax.Array, jax.Array, jax.Array]  # maximum, mass, weighted sum of values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of a launch. Rows of a key head are (step, head) pairs, step first."""
+
+    config: AttentionConfig
+    causal: bool
+    steps: int  # T
+    slots: int  # Z
+    columns: int  # M
+    pages: int  # P
+    keys: int  # of a tile
+    most: int  # query rows of a program; more are shared out
+    splits: int
+    block: int  # keys beside the cache; 0: none
+
+    @property
+    def share(self) -> int:
+        """Query heads per key head."""
+        return self.config.heads // self.config.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows per key head."""
+        return self.steps * self.share
+
+    @property
+    def tile(self) -> int:
+        """Rows of a program."""
+        return min(self.most, power_of_two(self.rows, least=LEAST))
+
+    @property
+    def tiles(self) -> int:
+        """Programs that share the rows."""
+        return -(-self.rows // self.tile)
+
+    @property
+    def width(self) -> int:
+        """H, rounded up to a power of two."""
+        return power_of_two(self.config.head_dim, least=LEAST)
+
+
+def serves(query: jax.Array, source: Source) -> bool:
+    """Return whether :func:`attend` can take this window."""
+    return source.span is not None and query.shape[1] <= MAX_ROWS
+
+
+def attend(
+    query: jax.Array,
+    positions: jax.Array,
+    source: Source,
+    config: AttentionConfig,
+    *,
+    causal: bool,
+    beside: Chunk | None,
+    splits: int | None = None,
+) -> jax.Array:
+    """Softmax attention: see :func:`jaxdraft.nn.attention.attend`, which calls this.
+
+    Hidden keys and values are never read, so whatever a free slot holds does no harm.
+
+    Args:
+      query: [B, T, N, H], rotated; T is at most :data:`jaxdraft.kernels.MAX_ROWS`.
+      positions: [B, T] int32, positions of the queries.
+      source: cached keys and values; its ``span`` says where they lie.
+      config: heads, scale, window, softcap.
+      causal: hide keys after the query.
+      beside: further keys that are in no cache.
+      splits: shares of the keys; default: as many as keep a GPU busy.
+
+    Returns:
+      [B, T, N * H].
+    """
+    assert source.span is not None
+    plan = _plan(query, source.span, config, causal, beside, splits)
+    return by_platform(_run, _reference, plan, query, positions, source.span, beside)
+
+
+def _reference(
+    plan: _Plan, query: jax.Array, positions: jax.Array, span: Span, beside: Chunk | None
+) -> jax.Array:
+    """The same without a kernel."""
+    from jaxdraft.nn.attention import attend  # which imports this module
+
+    source = read_span(span)
+    return attend(query, positions, source, plan.config, causal=plan.causal, beside=beside)
+
+
+def _plan(
+    query: jax.Array,
+    span: Span,
+    config: AttentionConfig,
+    causal: bool,
+    beside: Chunk | None,
+    splits: int | None,
+) -> _Plan:
+    batch, steps = query.shape[:2]
+    pages, _, slots, _ = span.keys.shape
+    columns = span.table.shape[1]
+    width = power_of_two(config.head_dim, least=LEAST)
+    keys = min(64, max(LEAST, _TILE // (width * query.dtype.itemsize)))
+    plan = _Plan(
+        config=config,
+        causal=causal,
+        steps=steps,
+        slots=slots,
+        columns=columns,
+        pages=pages,
+        keys=keys,
+        most=min(64, 2 * keys),
+        splits=1,
+        block=0 if beside is None else beside.keys.shape[1] * beside.keys.shape[3],
+    )
+    if splits is None:
+        most = slots * columns
+        if config.window != FULL_ATTENTION:
+            most = min(most, config.window + steps)
+        busy = _PROGRAMS // (batch * config.kv_heads * plan.tiles)
+        splits = max(1, min(_MOST_SPLITS, busy, -(-most // plan.keys)))
+    return dataclasses.replace(plan, splits=splits)
+
+
+def _run(
+    plan: _Plan,
+    query: jax.Array,
+    positions: jax.Array,
+    span: Span,
+    beside: Chunk | None,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    config = plan.config
+    batch, steps, heads, dim = query.shape
+    grid = (batch, config.kv_heads * plan.tiles, plan.splits)
+    result = ((batch, steps, heads, dim), query.dtype)
+    arrays = [query, positions, span.keys, span.values, span.table, span.first, span.end]
+    extra = [] if beside is None else list(beside)
+    wide = dict(
+        interpret=interpret, name="attention", warps=8 if plan.tile * plan.width >= 8192 else 4
+    )
+    share = functools.partial(_share_kernel, plan=plan)
+    if plan.splits == 1:
+        (out,) = launch(share, arrays + extra, [result], grid=grid, **wide)
+    else:
+        sums = (batch, config.kv_heads, plan.splits, plan.rows)
+        shares = launch(
+            share,
+            arrays + extra,
+            [(sums, jnp.float32), (sums, jnp.float32), ((*sums, dim), jnp.float32)],
+            grid=grid,
+            **wide,
+        )
+        (out,) = launch(
+            functools.partial(_join_kernel, plan=plan),
+            [positions, span.first, span.end, *shares],
+            [result],
+            grid=(batch, config.kv_heads, plan.rows),
+            interpret=interpret,
+            name="attention_join",
+        )
+    return out.reshape(batch, steps, heads * dim)
+
+
+def _bounds(
+    positions: Any, first: Any, end: Any, b: jax.Array, plan: _Plan
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first position that any query of row b can see, the end, and the tiles of a share."""
+    step = iota(power_of_two(plan.steps))
+    real = step < plan.steps
+    at = plgpu.load(positions.at[b, step], mask=real, other=0)
+    low, high = first[b], end[b]
+    if plan.causal:
+        high = jnp.minimum(high, jnp.max(jnp.where(real, at, -1)) + 1)
+    if plan.config.window != FULL_ATTENTION:
+        nearest = jnp.min(jnp.where(real, at, jnp.iinfo(jnp.int32).max))
+        low = jnp.maximum(low, nearest - plan.config.window + 1)
+    tiles = ceil_div(jnp.maximum(high - low, 0), plan.keys)
+    return low, high, ceil_div(tiles, plan.splits)
+
+
+def _share_kernel(
+    query: Any,
+    positions: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    first: Any,
+    end: Any,
+    *refs: Any,
+    plan: _Plan,
+) -> None:
+    """One share of the keys of one head: its maxima, masses and sums, or the whole result."""
+    config = plan.config
+    b, split = pl.program_id(0), pl.program_id(2)
+    group = lax.div(pl.program_id(1), plan.tiles)
+    row = iota(plan.tile, lax.rem(pl.program_id(1), plan.tiles) * plan.tile)
+    real = row < plan.rows
+    step, head = lax.div(row, plan.share), group * plan.share + lax.rem(row, plan.share)
+    channel = iota(plan.width)
+    inside = channel < config.head_dim
+    q = plgpu.load(
+        query.at[b, step[:, None], head[:, None], channel[None, :]],
+        mask=real[:, None] & inside[None, :],
+        other=0,
+    )
+    at = plgpu.load(positions.at[b, step], mask=real, other=-1)
+
+    def absorb(running: _Running, key: jax.Array, k: jax.Array, v: jax.Array) -> _Running:
+        return _absorb(running, q, at, key, k, v, plan)
+
+    def over_cache(index: jax.Array, running: _Running) -> _Running:
+        key = iota(plan.keys, low + index * plan.keys)
+        # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
+        column, slot = lax.rem(lax.div(key, plan.slots), plan.columns), lax.rem(key, plan.slots)
+        page = plgpu.load(table.at[b, column], mask=key < high, other=plan.pages)
+        there = page < plan.pages  # no page is 2**30
+        key, page = jnp.where(there, key, -1), jnp.where(there, page, 0)
+        place = (page[:, None], group, slot[:, None], channel[None, :])
+        mask = there[:, None] & inside[None, :]
+        k = plgpu.load(keys.at[place], mask=mask, other=0)
+        v = plgpu.load(values.at[place], mask=mask, other=0)
+        return absorb(running, key, k, v)
+
+    def over_block(_: jax.Array, running: _Running) -> _Running:
+        block_keys, block_values, block_positions = refs[:3]
+        piece, rest = _block_index(block_keys, plan)
+        there = iota(piece.shape[0]) < plan.block
+        key = plgpu.load(block_positions.at[b, piece, rest], mask=there, other=-1)
+        place = (b, piece[:, None], group, rest[:, None], channel[None, :])
+        mask = (key >= 0)[:, None] & inside[None, :]
+        k = plgpu.load(block_keys.at[place], mask=mask, other=0)
+        v = plgpu.load(block_values.at[place], mask=mask, other=0)
+        return absorb(running, key, k, v)
+
+    low, high, tiles = _bounds(positions, first, end, b, plan)
+    running = (
+        jnp.full((plan.tile,), MASKED, jnp.float32),
+        jnp.zeros((plan.tile,), jnp.float32),
+        jnp.zeros((plan.tile, plan.width), jnp.float32),
+    )
+    if plan.block:  # the first share has the keys beside the cache
+        once = (split == 0).astype(jnp.int32)
+        running = lax.fori_loop(jnp.int32(0), once, over_block, running)
+    last = jnp.minimum((split + 1) * tiles, ceil_div(jnp.maximum(high - low, 0), plan.keys))
+    running = lax.fori_loop(split * tiles, last, over_cache, running)
+    peak, mass, total = running
+    mask = real[:, None] & inside[None, :]
+    if plan.splits == 1:
+        out = total / jnp.where(mass > 0, mass, 1.0)[:, None]
+        place = (b, step[:, None], head[:, None], channel[None, :])
+        plgpu.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=mask)
+        return
+
+    @pl.when((split == 0) | (split * tiles < last))  # what is not written is not read
+    def _() -> None:
+        peaks, masses, totals = refs[-3:]
+        plgpu.store(peaks.at[b, group, split, row], peak, mask=real)
+        plgpu.store(masses.at[b, group, split, row], mass, mask=real)
+        place = (b, group, split, row[:, None], channel[None, :])
+        plgpu.store(totals.at[place], total, mask=mask)
+
+
+def _block_index(block_keys: Any, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+    """Chunk and slot of every key beside the cache: [B, C, G, S, H] read as C * S keys."""
+    index = jnp.minimum(iota(power_of_two(plan.block, least=LEAST)), plan.block - 1)
+    slots = block_keys.shape[3]
+    return lax.div(index, slots), lax.rem(index, slots)
+
+
+def _absorb(
+    running: _Running,
+    q: jax.Array,
+    at: jax.Array,
+    key: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: _Plan,
+) -> _Running:
+    """Take one tile of keys into the running softmax; ``key`` is -1 where there is none."""
+    config = plan.config
+    peak, mass, total = running
+    scores = lax.dot_general(
+        q,
+        k.astype(q.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores * config.scale
+    if config.softcap:
+        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    key, at = key[None, :], at[:, None]
+    seen = jnp.broadcast_to(key >= 0, scores.shape)
+    if plan.causal:
+        seen = seen & (key <= at)
+    if config.window != FULL_ATTENTION:
+        seen = seen & (key > at - config.window)
+    scores = jnp.where(seen, scores, MASKED)
+    higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+    weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
+    keep = jnp.exp(peak - higher)
+    added = lax.dot_general(
+        weights.astype(v.dtype),
+        v,
+        (((1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return higher, mass * keep + jnp.sum(weights, axis=1), total * keep[:, None] + added
+
+
+def _join_kernel(
+    positions: Any,
+    first: Any,
+    end: Any,
+    peaks: Any,
+    masses: Any,
+    totals: Any,
+    out: Any,
+    *,
+    plan: _Plan,
+) -> None:
+    """The result of one query row of one head from its shares."""
+    b, group, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    low, high, tiles = _bounds(positions, first, end, b, plan)
+    all_tiles = ceil_div(jnp.maximum(high - low, 0), plan.keys)
+    split = iota(power_of_two(plan.splits))
+    used = ((split == 0) | (split * tiles < all_tiles)) & (split < plan.splits)
+    channel = iota(plan.width)
+    inside = channel < plan.config.head_dim
+    place = (b, group, split, row)
+    peak = plgpu.load(peaks.at[place], mask=used, other=MASKED)
+    mass = plgpu.load(masses.at[place], mask=used, other=0.0)
+    total = plgpu.load(
+        totals.at[b, group, split[:, None], row, channel[None, :]],
+        mask=used[:, None] & inside[None, :],
+        other=0.0,
+    )
+    weight = jnp.exp(peak - jnp.max(peak))
+    mass = jnp.sum(mass * weight)
+    result = jnp.sum(total * weight[:, None], axis=0) / jnp.where(mass > 0, mass, 1.0)
+    step, head = lax.div(row, plan.share), group * plan.share + lax.rem(row, plan.share)
+    plgpu.store(out.at[b, step, head, channel], result.astype(out.dtype), mask=inside)

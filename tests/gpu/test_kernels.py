@@ -1,0 +1,101 @@
+"""Pallas kernels compile for every card but a T4, at the shapes of the 27B geometry and others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdraft.config import AttentionConfig
+from jaxdraft.nn.attention import attend
+from jaxdraft.state import paged, ring
+from jaxdraft.state.paged import Chunk, PagedPool
+from jaxdraft.state.ring import Ring
+
+pytestmark = pytest.mark.gpu
+
+WITH_KERNELS = [name for name in gpu_compile.CARDS if name != "t4"]
+TARGET = AttentionConfig(heads=24, kv_heads=4, head_dim=256, rotary_dim=64, scale=1 / 16)
+DRAFTER = AttentionConfig(
+    heads=32, kv_heads=8, head_dim=128, rotary_dim=128, scale=128**-0.5, window=4096
+)
+SMALL = AttentionConfig(
+    heads=9, kv_heads=3, head_dim=80, rotary_dim=64, scale=0.1, softcap=30.0, window=500
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    if why := gpu_compile.unavailable():
+        pytest.fail(why)
+
+
+def attention(
+    config: AttentionConfig, steps: int, dtype: Any, cache: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """A jitted call of :func:`attend` with kernels and its arguments, shapes alone."""
+    shape = dict(layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+    make = {
+        "dense": lambda: PagedPool.one_page_a_row(batch=1, capacity=9344, **shape),
+        "paged": lambda: PagedPool.zeros(batch=8, pages=600, page_size=16, columns=64, **shape),
+        "sliding": lambda: Ring.zeros(batch=2, window=500, rows=16, page_size=128, **shape),
+        "block": lambda: Ring.zeros(batch=1, window=4096, block=8, page_size=128, **shape),
+    }[cache]
+    state = jax.eval_shape(make)
+    batch = state.length.shape[0]
+    rows = jax.ShapeDtypeStruct((batch, steps, config.heads, config.head_dim), dtype)
+    positions = jax.ShapeDtypeStruct((batch, steps), jnp.int32)
+    block = jax.ShapeDtypeStruct((batch, 1, config.kv_heads, steps, config.head_dim), dtype)
+
+    @jax.jit
+    def run(q: jax.Array, positions: jax.Array, state: Any, block: jax.Array) -> jax.Array:
+        count = jnp.full_like(state.length, steps)
+        beside = None
+        if isinstance(state, PagedPool):
+            source = paged.source(state, 0, state.length + count)
+        elif state.rows:
+            source = ring.reachable(state, 0, count)
+        else:
+            source = ring.source(state, 0)
+            beside = Chunk(block, block, positions[:, None])
+        causal = beside is None
+        return attend(
+            q, positions, source, config, causal=causal, beside=beside, implementation="pallas"
+        )
+
+    return run, (rows, positions, state, block)
+
+
+@pytest.mark.parametrize("card", WITH_KERNELS)
+@pytest.mark.parametrize(
+    ("config", "steps", "dtype", "cache"),
+    [
+        (TARGET, 1, jnp.bfloat16, "dense"),
+        (TARGET, 8, jnp.bfloat16, "dense"),
+        (TARGET, 16, jnp.float16, "dense"),
+        (TARGET, 16, jnp.float32, "dense"),
+        (DRAFTER, 8, jnp.bfloat16, "block"),
+        (dataclasses.replace(SMALL, window=-1), 4, jnp.float16, "paged"),
+        (SMALL, 4, jnp.bfloat16, "sliding"),
+    ],
+)
+def test_attention_is_two_launches(
+    card: str, config: AttentionConfig, steps: int, dtype: Any, cache: str
+) -> None:
+    """One for the shares of the keys, one to join them; no key or value is copied."""
+    run, arguments = attention(config, steps, dtype, cache)
+    compiled = gpu_compile.compile_for(gpu_compile.CARDS[card], run, arguments)
+    assert compiled.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
+    assert "while" not in compiled.thunks.lower()
+    sums = arguments[0].size // config.head_dim * (config.head_dim + 2) * 4
+    assert compiled.temporary <= 32 * sums + 4096
+
+
+def test_a_t4_is_refused_by_the_compiler() -> None:
+    run, arguments = attention(SMALL, 4, jnp.float16, "sliding")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Ampere"):
+        gpu_compile.compile_for(gpu_compile.CARDS["t4"], run, arguments)
