@@ -2,16 +2,16 @@
 
 Letters, with the same meaning in every shape comment, docstring and einsum:
 
-  ====  ==========================================  ====  =========================================
-  B     rows (requests) in a batch                  V     vocabulary
-  T     token rows fed in one call                  D     model width
-  K     draft tokens of a round                     A     width of the auxiliary states: taps x D
-  C     candidates of a lattice step                N     query heads
-  L     layers of one kind                          G     key/value heads
-  P     pages in a pool                             H     head width
-  Z     slots of a page                             Q     query rows of a drafter's block
-  M     columns of a page table                     R     pages of a ring
-  ====  ==========================================  ====  =========================================
+|   | stands for                   |   | stands for                              |
+|---|------------------------------|---|-----------------------------------------|
+| B | rows (requests) in a batch   | V | vocabulary                              |
+| T | token rows fed in one call   | D | model width                             |
+| K | draft tokens of a round      | A | width of the auxiliary states: taps x D |
+| C | candidates of a lattice step | N | query heads                             |
+| L | layers of one kind           | G | key/value heads                         |
+| P | pages in a pool              | H | head width                              |
+| Z | slots of a page              | Q | query rows of a drafter's block         |
+| M | columns of a page table      | R | pages of a ring                         |
 
 Words. A *page* is a piece of a key/value cache; a *block* is only ever the drafter's block of query
 rows. The *anchor* is a row's last token: emitted, not yet in the cache. A *round* verifies,

@@ -8,7 +8,7 @@ string. The round emits and commits nothing after such a token, unless ``min_new
 the row goes on; then the automaton goes on as well, and misses no later occurrence.
 
 Example: stop string ``ab``, tokens 0 = ``a``, 1 = ``b``, 2 = ``aba``. States: 0 nothing, 1 after
-``a``, 2 after ``ab``::
+``a``, 2 after ``ab``:
 
   table = [[1,  0, -2],
            [1, -3, -2],

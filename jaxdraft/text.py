@@ -219,7 +219,7 @@ class StreamDecoder:
 
     Whatever the split, the texts of all calls of :meth:`push` and of the :meth:`finish` after them,
     one after the other, are ``text.decode`` of all ids. So text is held back while ids to come
-    could still change it::
+    could still change it:
 
         # "€" is E2 82 AC, here in two tokens
         push([E2 82]) == ""

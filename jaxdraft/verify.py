@@ -25,7 +25,7 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     """Accept the drafts that are the target's own best tokens.
 
     Row i of the window predicts draft i, so row ``accepted`` gives the next token: a correction,
-    or, when all drafts stand, the bonus::
+    or, when all drafts stand, the bonus:
 
       drafts      [4 7 9]         length 3
       best        [4 7 8 1]       rows 0..3
@@ -60,7 +60,7 @@ def sampled(
 
     Draft x of row i, drawn with probability q(x), stands with probability min(1, p(x) / q(x)), p
     being the target's distribution there. The first that falls is replaced by a draw from the
-    residual, max(p - q, 0) normalised; when all stand, the bonus is a draw from p::
+    residual, max(p - q, 0) normalised; when all stand, the bonus is a draw from p:
 
       p = [.5 .3 .2]   q = [.8 .2 .]   x = 0: stands with probability .5 / .8
       residual         [. .1 .2] / .3

@@ -264,7 +264,7 @@ def path_score(
     """The score [B] of the paths with the candidate indices [B, K].
 
     Summed from the last step on, as the scan does: equal to the score of :func:`best_path`, bit by
-    bit. Over ``normalize(lattice)`` it is the log-probability of a walk. For indices [B, n, K]::
+    bit. Over ``normalize(lattice)`` it is the log-probability of a walk. For indices [B, n, K]:
 
         jax.vmap(path_score, in_axes=(None, 1), out_axes=1)(lattice, indices)
     """

@@ -39,7 +39,7 @@ class Engine:
 
     A request has the tokens of ``generate(model, [prompt], key=key, ...)``, whatever runs beside
     it, whenever it comes, and however often it loses its place. Shapes are few and fixed; who runs
-    is decided on the host, step by step::
+    is decided on the host, step by step:
 
         engine = jaxdraft.Engine(model, max_batch=8, memory="12GiB")
         request = engine.submit("Once upon a time", max_new_tokens=100)

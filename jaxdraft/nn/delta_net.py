@@ -1,6 +1,6 @@
 """The gated delta net: linear attention with a forgetting, error-correcting state.
 
-Per value head, with decay ``a = exp(g)``, key k, value v and rate beta::
+Per value head, with decay ``a = exp(g)``, key k, value v and rate beta:
 
   S <- a S;   delta = beta * (v - S^T k);   S <- S + k (outer) delta;   o = S^T q
 
@@ -36,7 +36,7 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """T steps of the recurrence at once, as one unit-triangular system.
 
-    Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta::
+    Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta:
 
       delta_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) delta_j
               = beta_i (v_i - exp(G_i) S^T k_i)

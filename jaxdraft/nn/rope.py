@@ -48,7 +48,7 @@ class Rotary(nnx.Module):
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the first ``rotary_dim`` channels of every head, half-split; the rest pass.
 
-    Example, one head of width 4 with rotary_dim 4: channel 0 pairs with 2 and 1 with 3::
+    Example, one head of width 4 with rotary_dim 4: channel 0 pairs with 2 and 1 with 3:
 
       y[0] = x[0] cos[0] - x[2] sin[0]      y[2] = x[2] cos[0] + x[0] sin[0]
 

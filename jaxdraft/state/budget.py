@@ -1,6 +1,6 @@
 """Bytes into pages: what fits in a memory, exactly. Plain Python integers, and no array anywhere.
 
-What is billed, for ``max_batch`` rows and pages of Z slots::
+What is billed, for ``max_batch`` rows and pages of Z slots:
 
     weights      bytes of all parameters, shared arrays once
     recurrent    max_batch * sum over delta-net layers of
@@ -16,7 +16,7 @@ Windowed layers of the target and a windowed drafter are paid before the target'
 ``max_batch`` rings, whatever the context. A drafter that sees everything mirrors the target's
 pages: every target page is billed with a page of the drafter, and its spill pages are paid before.
 An MTP head mirrors too, without spill.
-What is left is divided::
+What is left is divided:
 
     pages = floor((memory - weights - recurrent - windows - rings or spill)
                   / (target page + mirrored page))

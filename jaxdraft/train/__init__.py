@@ -1,7 +1,7 @@
 """Training of targets and drafters: the modules that are trained are the modules that draft.
 
 A run is four things: a module split once, a loss, an optimizer, and batches that are a function of
-the step alone::
+the step alone:
 
     frozen = initialize.drafter(Frozen.of(DFlash2(config, dtype=jnp.float32, rngs=nnx.Rngs(0))))
     transform = optimizer(labels(frozen))
