@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import runpy
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from convert import ArtifactError
 from jaxdraft import Drafter, Model
 
 HERE = Path(__file__).parent
+START = time.perf_counter()
 
 
 def interleave(
@@ -103,9 +106,32 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def command(script: str) -> str:
+    """Return the command line of this run, every path in it cut to its last name.
+
+    Example: ``loading.py smollm2=hf`` for ``loading.py smollm2=/data/models/hf``.
+    """
+    words = [Path(script).name]
+    for argument in sys.argv[1:]:
+        name, sign, value = argument.rpartition("=")
+        words.append(name + sign + (Path(value).name if os.sep in value else value))
+    return shlex.join(words)
+
+
 def write_result(script: str, title: str, body: str, name: str | None = None) -> None:
-    """Put a result beside its script, under its name or another, and print it."""
-    text = f"# {title}\n\n`{Path(script).name}` on {machine()}.\n\n{body}\n"
+    """Write a result beside its script, and print it.
+
+    The head has the command line, the machine, and the minutes since the script began.
+
+    Args:
+      script: path of the script.
+      title: heading of the result.
+      body: text below the head, in Markdown.
+      name: name of the file, without ``.md``; default: the script's.
+    """
+    minutes = (time.perf_counter() - START) / 60
+    head = f"`{command(script)}` on {machine()}; {minutes:.1f} minutes."
+    text = f"# {title}\n\n{head}\n\n{body}\n"
     path = HERE / f"{name or Path(script).stem}.md"
     path.write_text(text, encoding="utf-8")
     print(text)

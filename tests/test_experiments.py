@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,24 @@ def test_prompts_of_a_file_are_chats_by_kind(acceptance: Any, tmp_path: Path, fo
     path.write_text('[{"text": "Why?"}]')
     with pytest.raises(ValueError, match="entry 0: .*expected a 'prompt'"):
         list(acceptance.own_prompts(model, path))
+
+
+# --------------------------------------------------------------------------- results
+
+
+def test_a_result_states_its_command_without_paths_of_this_machine(
+    _importable: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    common = importlib.import_module("common")
+    folder = tmp_path / "hf"
+    arguments = [f"smollm2={folder}", str(folder), "--runs", "3", "--title", "two words"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "loading.py"), *arguments])
+    monkeypatch.setattr(common, "HERE", tmp_path)
+    common.write_result(str(tmp_path / "loading.py"), "Loading", "| a |")
+    title, _, head, _, body = (tmp_path / "loading.md").read_text().splitlines()
+    assert title == "# Loading" and body == "| a |"
+    assert head.startswith("`loading.py smollm2=hf hf --runs 3 --title 'two words'` on ")
+    assert re.search(r"; \d+\.\d minutes\.$", head)
 
 
 # --------------------------------------------------------------------------- replay
