@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxdraft.engine.request import Counts, EngineEvent, Phase, Request, Request
 from jaxdraft.engine.rules import check_rules
 from jaxdraft.engine.runner import Runner, checkpoint_bytes
 from jaxdraft.engine.scheduler import Scheduler, Work
+from jaxdraft.engine.threads import FairLock, Waiters, exclusive
 from jaxdraft.generate import check_ids, encode
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
@@ -45,6 +47,12 @@ class Engine:
         request = engine.submit("Once upon a time", max_new_tokens=100)
         for event in engine.run():
             print(event.request.number, event.tokens, event.finish_reason)
+
+    Any thread may call any method at any time: calls take turns in the order in which they come, a
+    step being one call. Threads that wait for results share the work: one of them runs the steps,
+    the others sleep. Only the events have one reader: while a thread iterates over :meth:`run`,
+    :meth:`run` and :meth:`step` in another thread raise ``RuntimeError``, and results can be waited
+    for all the same.
 
     Targets and drafters with an ``init_pool`` share their pages; of others every row has its whole
     state. Page tables and reference counts live here, on the host; a step gets its tables as one
@@ -93,6 +101,8 @@ class Engine:
         checkpoints: int | None = None,
         buckets: Buckets | None = None,
     ) -> None:
+        self.lock, self.waiters = FairLock(), Waiters()
+        self._readers: dict[object, int] = {}  # iterations over the events, and their threads
         self.model = model
         self.drafter = model.choose(drafter, draft_tokens)
         self.draft_tokens = self.drafter.draft_tokens
@@ -142,6 +152,7 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
+    @exclusive
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -196,6 +207,7 @@ class Engine:
         self._queue(request)
         return request
 
+    @exclusive
     def extend(self, request: Request, tokens: str | Sequence[int], **rules: Any) -> Request:
         """Another turn: more tokens after all that a finished request holds.
 
@@ -223,6 +235,7 @@ class Engine:
         self._queue(request)
         return request
 
+    @exclusive
     def rewind(self, request: Request) -> Request:
         """Forget the last turn, what was given and what was said; :meth:`extend` goes on there.
 
@@ -279,25 +292,27 @@ class Engine:
 
         columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, disable=not progress) as bar:
-            task, left = bar.add_task("requests", total=len(requests)), requests
-            while left:
-                self.step()
-                running = [r for r in left if not r.finished]
-                bar.advance(task, len(left) - len(running))
-                left = running
+            task = bar.add_task("requests", total=len(requests))
+            self.wait(
+                lambda: all(r.finished for r in requests),
+                lambda: bar.update(task, completed=sum(r.finished for r in requests)),
+            )
         return requests
 
+    @exclusive
     def cancel(self, request: Request) -> None:
         """End a request now; what was emitted stays. One that is over is left alone."""
         if not request.finished:
             self._cut_short(request, "cancelled")
 
+    @exclusive
     def release(self, request: Request) -> None:
         """End a request if it runs, and give back all it holds. Twice is as good as once."""
         self.cancel(request)
         self.scheduler.forget(request)
         request.phase = Phase.CLOSED
 
+    @exclusive
     def close(self) -> None:
         """End all requests and let go of all arrays."""
         if self._closed:
@@ -318,17 +333,42 @@ class Engine:
     # ------------------------------------------------------------------ running
 
     @property
+    @exclusive
     def busy(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._ready) or self.scheduler.busy
 
     def run(self) -> Iterator[EngineEvent]:
-        """Step until nothing is left to do. Requests may be submitted meanwhile."""
-        while self.busy:
-            yield from self.step()
+        """Step until nothing is left to do. Requests may be submitted meanwhile.
+
+        Raises:
+          RuntimeError: another thread iterates over the events.
+        """
+        reader = object()
+        try:
+            while self._reads(reader):
+                yield from self.step()
+        finally:  # perhaps in the garbage collector, where no lock may be taken
+            self._readers.pop(reader, None)
 
     __iter__ = run
 
+    @exclusive
+    def _reads(self, reader: object) -> bool:
+        """Whether a reader of the events has something to come, which is for it alone then."""
+        self._refuse_other_readers(reader)
+        self._readers[reader] = threading.get_ident()  # an iterator may change threads
+        return self.busy
+
+    def _refuse_other_readers(self, reader: object = None) -> None:
+        me = threading.get_ident()
+        if any(r is not reader and thread != me for r, thread in list(self._readers.items())):
+            raise RuntimeError(
+                "another thread iterates over this engine's events; wait for request.result() "
+                "here, or read the events in one thread"
+            )
+
+    @exclusive
     def step(self) -> list[EngineEvent]:
         """One round of every request that runs, and the next part of some prompts.
 
@@ -339,8 +379,40 @@ class Engine:
 
         Returns:
           An event for every request that received tokens or ended, in order of arrival.
+
+        Raises:
+          RuntimeError: another thread iterates over the events.
         """
         self._usable()
+        self._refuse_other_readers()
+        self._advance()
+        events, self._ready = self._ready, []
+        return sorted(events, key=lambda e: e.request.order)
+
+    def wait(self, done: Callable[[], bool], after: Callable[[], Any] = lambda: None) -> None:
+        """Step until something is done, or sleep while another thread that waits steps.
+
+        Args:
+          done: whether it is.
+          after: called after every step.
+
+        Raises:
+          RuntimeError: a step failed in another thread that waited; its cause is that error.
+        """
+        self.waiters.until(done, lambda: self._step_unread(done), after)
+
+    @exclusive
+    def _step_unread(self, done: Callable[[], bool]) -> None:
+        """Step for a thread that waits: the events are for a reader, if there is one."""
+        if done():  # since the thread began to wait for the lock
+            return
+        self._usable()
+        self._advance()
+        if not self._readers:
+            self._ready.clear()
+
+    def _advance(self) -> None:
+        """Run a step, and add its events to those that were not read yet."""
         work: Work | None = None
         try:
             work = self.scheduler.plan()
@@ -356,8 +428,6 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        events, self._ready = self._ready, []
-        return sorted(events, key=lambda e: e.request.order)
 
     # ------------------------------------------------------------------ what people ask
 
@@ -366,6 +436,7 @@ class Engine:
         """Programs asked for so far: a program and its shapes count once."""
         return len(self.runner.compiled)
 
+    @exclusive
     def summary(self) -> Summary:
         """Counters of everything so far, over all requests."""
         counts = self._total
@@ -380,6 +451,7 @@ class Engine:
         """Counters of a request that leaves its row."""
         self._total = self._total + counts
 
+    @exclusive
     def check(self) -> None:
         """All invariants: of pages, rows and prefixes, and that the device agrees with the host.
 

@@ -193,7 +193,8 @@ class Request:
     @property
     def stats(self) -> Stats:
         """Its counters, one row. Forward passes are those it took part in, others beside it."""
-        return (self.done + self.now).stats()
+        with self._engine.lock:
+            return (self.done + self.now).stats()
 
     def summary(self) -> Summary:
         """Its counters, as Python numbers."""
@@ -217,13 +218,16 @@ class Request:
         return self._engine.rewind(self)
 
     def result(self) -> list[int]:
-        """Step the engine until this request is over, and return its tokens.
+        """Wait until this request is over, and return its tokens.
+
+        The engine's steps run here, or in another thread that waits for a result.
 
         Raises:
           BaseException: what made it fail.
+          RuntimeError: a step failed in another thread that waited. The engine goes on, and the
+            result can be waited for again.
         """
-        while not self.finished:
-            self._engine.step()
+        self._engine.wait(lambda: self.finished)
         if self.error is not None:
             raise self.error
         return self.tokens

@@ -1,0 +1,166 @@
+"""Threads around one engine: a fair lock, and one thread at a time that runs the steps.
+
+A thread that waits for a result runs the engine's steps itself, unless another thread does so
+already. Then it sleeps until a step is over, looks at its request again, and takes over when the
+other thread has what it waited for. No thread is started here.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+
+class FairLock:
+    """A reentrant lock; threads get it in the order in which they came.
+
+    Without the order, a thread that runs step after step would take an ordinary lock again before a
+    waiting ``submit`` wakes up.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()  # around the members below, held for no longer than that
+        self._owner: int | None = None
+        self._depth = 0
+        self._queue: deque[tuple[int, threading.Lock]] = deque()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return
+        gate = threading.Lock()
+        with self._mutex:
+            if self._owner is None:
+                self._owner, self._depth = me, 1
+                return
+            gate.acquire()
+            self._queue.append((me, gate))
+        try:
+            gate.acquire()  # the owner opens it, and the lock is this thread's
+        except BaseException:  # an interrupt; the place in the queue must not stay behind
+            with self._mutex:
+                waits = (me, gate) in self._queue
+                if waits:
+                    self._queue.remove((me, gate))
+            if not waits:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        with self._mutex:
+            if not self._queue:
+                self._owner = None
+                return
+            self._owner, gate = self._queue.popleft()
+            self._depth = 1
+            gate.release()
+
+
+class Waiters:
+    """Threads that wait for something an engine's steps bring about."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._driven = False  # whether a thread runs steps for all that wait
+        self._count = 0
+        self._failures = 0
+        self._failure: Exception | None = None
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        step: Callable[[], Any],
+        after: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Wait until ``done()``, and run steps meanwhile if no other waiting thread does.
+
+        Args:
+          done: whether there is nothing to wait for any more.
+          step: runs one step.
+          after: called after every step that this thread notices.
+
+        Raises:
+          Exception: the error of a step that this thread ran.
+          RuntimeError: a step that another waiting thread ran failed; its cause is that error.
+        """
+        seen = self._failures
+        while not done():
+            with self._changed:
+                if self._failures != seen:
+                    raise RuntimeError(
+                        f"a step failed in another thread that waited: {self._failure}"
+                    ) from self._failure
+                if self._driven:
+                    self._sleep(done)
+                    drives = False
+                else:
+                    drives = self._driven = True
+            if drives:
+                self._drive(done, step, after)
+            after()
+
+    def notify(self) -> None:
+        """Let the waiting threads look again."""
+        if self._count:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _sleep(self, done: Callable[[], bool]) -> None:
+        self._count += 1
+        try:
+            if not done():  # looked at after the count: whoever finishes it from here on notifies
+                self._changed.wait()
+        finally:
+            self._count -= 1
+
+    def _drive(
+        self, done: Callable[[], bool], step: Callable[[], Any], after: Callable[[], Any]
+    ) -> None:
+        try:
+            while not done():
+                step()
+                self.notify()
+                after()
+        except Exception as error:
+            with self._changed:
+                self._failures, self._failure = self._failures + 1, error
+            raise
+        finally:
+            with self._changed:
+                self._driven = False
+                self._changed.notify_all()
+
+
+class Shared(Protocol):
+    """An object that threads share."""
+
+    lock: FairLock
+    waiters: Waiters
+
+
+_Self = TypeVar("_Self", bound=Shared)
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def exclusive(
+    method: Callable[Concatenate[_Self, _Args], _Result],
+) -> Callable[Concatenate[_Self, _Args], _Result]:
+    """Return the method with the lock held while it runs; waiting threads look again after it."""
+
+    @functools.wraps(method)
+    def locked(self: _Self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            with self.lock:
+                return method(self, *args, **kwargs)
+        finally:
+            self.waiters.notify()
+
+    return locked
