@@ -70,6 +70,7 @@ class NoDraft(enum.IntEnum):
     NO_MATCH = 6  # the row's end occurs nowhere before
     OFF = 7  # holes or non-finite scores in too many rounds: switched off for the row
     PAUSED = 8  # drafts would not pay: acceptance of late is low, or the drafter is not sure
+    INVALID = 9  # what the drafter returned breaks its contract; drafts before that are kept
 
 
 @struct.dataclass
@@ -88,7 +89,9 @@ class Lattice:
 class Support:
     """The distributions that drafts were drawn from: draft k from ``probs[b, k]`` over ``tokens``.
 
-    Sparse: everything outside has probability zero. The tokens of a step are distinct.
+    Sparse: everything outside has probability zero. The probabilities of a step sum to one; a token
+    that is there twice has the sum of both. Entries of probability zero may hold any token. The
+    support of a step may depend on the drafts drawn before the step, and on nothing drawn later.
     """
 
     tokens: jax.Array  # [B, K, C] int32
@@ -99,8 +102,9 @@ class Support:
 class Proposal:
     """What a drafter proposes for each row.
 
-    Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``. Without a ``support`` nothing was
-    left to chance: every draft had probability one.
+    Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``. Without a ``support`` every draft
+    counts as proposed with probability one, which is right for drafts of any origin. Integers may
+    have any width. :func:`jaxdraft.guard.sanitize` ends a proposal before a draft that breaks this.
     """
 
     tokens: jax.Array  # [B, K] int32

@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxdraft import guard
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.model import Model
@@ -234,6 +235,7 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
     Raises:
       ValueError: as :func:`generate`, for tokens outside the vocabulary or the context.
     """
+    guard.check_target(model.target)
     ids, count = _arrays(model, tokens, lengths)
     size = ids.shape[1]
     if size > model.info.context_length:
@@ -375,8 +377,8 @@ def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
         state, offset = carry
         part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
         count = jnp.clip(lengths - offset, 0, chunk)
-        out = target.forward(part, count, state)
-        state = target.commit(out.state, count)
+        out = guard.forward(target, part, count, state)
+        state = guard.commit(target, out.state, count, state)
         return (state, offset + chunk), Scored(out.logits, out.aux, out.hidden)
 
     start = (state, jnp.asarray(0, jnp.int32))
@@ -418,6 +420,7 @@ def _plan(
     logprobs: int | None = None,
 ) -> _Plan:
     """Check everything, then put it on the device."""
+    guard.check_target(model.target)
     chosen = model.choose(drafter, draft_tokens)
     ids, count = _arrays(model, prompts, lengths)
     traced = isinstance(ids, jax.core.Tracer) or isinstance(count, jax.core.Tracer)

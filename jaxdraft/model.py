@@ -11,6 +11,7 @@ import jax
 from flax import struct
 from jax.typing import DTypeLike
 
+from jaxdraft import guard
 from jaxdraft.base import Drafter, Target
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
@@ -69,14 +70,18 @@ class Model:
           stop_ids: tokens that end a sequence.
           text: tokenizer and chat template, for prompts that are strings.
           name: for people.
+
+        Raises:
+          ValueError: a member of the target or the drafter is missing.
         """
         info = ModelInfo(
             name=name,
             stop_ids=tuple(stop_ids),
-            context_length=target.context_length,
+            context_length=guard.check_target(target).context_length,
             drafter="none" if drafter is None else type(drafter).__name__,
         )
-        return cls(target, NoDrafter() if drafter is None else drafter, info, text)
+        own = NoDrafter() if drafter is None else guard.check_drafter(drafter)
+        return cls(target, own, info, text)
 
     def choose(self, drafter: str | Drafter, draft_tokens: int | None = None) -> Drafter:
         """The drafter that a name means.
@@ -92,8 +97,7 @@ class Model:
           ValueError: there is no such drafter, or its K is fixed.
         """
         chosen = self._named(drafter) if isinstance(drafter, str) else drafter
-        if not isinstance(chosen, Drafter):
-            raise ValueError(f"drafter is {drafter!r}; expected a name or a jaxdraft.base.Drafter")
+        guard.check_drafter(chosen)
         if draft_tokens is None or draft_tokens == chosen.draft_tokens:
             return chosen
         change = getattr(chosen, "with_draft_tokens", None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft import sampling, stop_strings, verify
+from jaxdraft import guard, sampling, stop_strings, verify
 from jaxdraft.base import (
     NO_TOKEN,
     Drafter,
@@ -187,14 +187,14 @@ def read(
     text = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
         tokens, mode="drop"
     )
-    out = target.forward(tokens, count, state.target, row=jnp.maximum(count - 1, 0))
+    out = guard.forward(target, tokens, count, state.target, jnp.maximum(count - 1, 0))
     zeros = jnp.zeros((batch,), jnp.int32)
     feed = _feed(out, tokens, count, state.length, zeros, zeros)
     stats = replace(state.stats, target_forwards=state.stats.target_forwards + 1)
     state = replace(
         state,
-        target=target.commit(out.state, count),
-        drafter=drafter.ingest(state.drafter, feed),
+        target=guard.commit(target, out.state, count, state.target),
+        drafter=guard.ingest(drafter, state.drafter, feed),
         tokens=text,
         length=state.length + count,
         stats=stats,
@@ -220,7 +220,7 @@ def begin(
       logprobs: give log-probabilities, and so many alternatives.
     """
     state, said = speak(state, logits, rules, logprobs=logprobs)
-    state, info = propose(drafter, state, rules)
+    state, info = propose(drafter, state, rules, vocab_size=logits.shape[-1])
     return state, replace(said, draft=info)
 
 
@@ -235,12 +235,14 @@ def speak(
     return state, RoundInfo(accepted, count, silent, _logprobs(logits, said, count, logprobs))
 
 
-def propose(drafter: Drafter, state: RoundState, rules: Rules) -> tuple[RoundState, DraftInfo]:
+def propose(
+    drafter: Drafter, state: RoundState, rules: Rules, *, vocab_size: int
+) -> tuple[RoundState, DraftInfo]:
     """Drafts for the coming round of rows whose committed tokens the drafter has taken in."""
     zeros = jnp.zeros_like(state.length)
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    return _propose(drafter, state, feed)
+    return _propose(drafter, state, feed, vocab_size)
 
 
 def round(
@@ -281,7 +283,7 @@ def round(
         verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
     else:
         verified = with_drafts()
-    state, info = _propose(drafter, verified.state, verified.feed)
+    state, info = _propose(drafter, verified.state, verified.feed, target.vocab_size)
     return state, RoundInfo(verified.accepted, verified.feed.count, info, verified.logprobs)
 
 
@@ -308,11 +310,11 @@ def _verify(
     first = state.length - 1
     count = jnp.where(running, 1 + proposal.length, 0)
     window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
-    out = target.forward(window, count, state.target)
+    out = guard.forward(target, window, count, state.target)
     verdict = _judge(out.logits, state, proposal, rules)
     state, said, rows, accepted = _emit(state, verdict, proposal, rules)
     # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
-    memory = target.commit(out.state, rows)
+    memory = guard.commit(target, out.state, rows, state.target)
     stats = replace(
         state.stats,
         target_forwards=state.stats.target_forwards + 1,
@@ -321,7 +323,7 @@ def _verify(
     state = replace(state, target=memory, stats=stats)
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    state = replace(state, drafter=drafter.ingest(state.drafter, feed))
+    state = replace(state, drafter=guard.ingest(drafter, state.drafter, feed))
     return _Verified(state, feed, accepted, _logprobs(out.logits, said, rows, logprobs))
 
 
@@ -492,40 +494,32 @@ def _feed(
     )
 
 
-def _propose(drafter: Drafter, state: RoundState, feed: Feed) -> tuple[RoundState, DraftInfo]:
-    """Ask for drafts, and count what came: drafts clear a row's failures, silence does neither."""
-    memory, proposal, info = drafter.propose(state.drafter, feed)
-    proposal = _within(proposal, feed)
+def _propose(
+    drafter: Drafter, state: RoundState, feed: Feed, vocab_size: int
+) -> tuple[RoundState, DraftInfo]:
+    """Ask for drafts, and count what came: drafts clear a row's failures, silence does neither.
+
+    A proposal that was cut because it is invalid is counted, too, whether drafts were left or not.
+    """
+    memory, proposal, info = guard.propose(drafter, state.drafter, feed)
+    proposal, info = guard.sanitize(proposal, info, feed, vocab_size)
     drafted = proposal.length > 0
     running = state.status == Status.RUNNING
     off = running & (feed.limit > 0) & (state.failures >= MAX_FAILURES)
     info = replace(info, reason=jnp.where(off, NoDraft.OFF, info.reason).astype(jnp.int32))
-    failed = (info.reason == NoDraft.HOLE) | (info.reason == NoDraft.NONFINITE)
+    invalid = info.reason == NoDraft.INVALID
+    failed = (info.reason == NoDraft.HOLE) | (info.reason == NoDraft.NONFINITE) | invalid
     failures = jnp.where(drafted, 0, state.failures + failed.astype(jnp.int32))
     reasons = jax.nn.one_hot(info.reason, len(NoDraft), dtype=jnp.int32)
-    missed = jnp.where((running & ~drafted)[:, None], reasons, 0)
+    missed = jnp.where((running & (~drafted | invalid))[:, None], reasons, 0)
     stats = replace(
         state.stats,
         drafter_forwards=state.stats.drafter_forwards + info.forwards,
         undrafted=state.stats.undrafted + missed,
     )
     # The lattice is for the caller of a drafter; carrying it through the loop would cost a copy.
-    state = replace(
-        state,
-        drafter=memory,
-        proposal=replace(proposal, lattice=None),
-        failures=failures,
-        stats=stats,
-    )
+    state = replace(state, drafter=memory, proposal=proposal, failures=failures, stats=stats)
     return state, info
-
-
-def _within(proposal: Proposal, feed: Feed) -> Proposal:
-    """The proposal, no longer than was asked for: more would be emitted past the row's limits."""
-    length = jnp.minimum(proposal.length, jnp.where(feed.wants_draft, feed.limit, 0))
-    length = jnp.maximum(length, 0).astype(jnp.int32)
-    kept = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)[None] < length[:, None]
-    return replace(proposal, tokens=jnp.where(kept, proposal.tokens, NO_TOKEN), length=length)
 
 
 def _tally(counts: jax.Array, reached: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdraft import guard
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal
 from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
 
@@ -116,7 +117,7 @@ class AdaptiveDrafter(Around):
         rate = state.rate + jnp.asarray(self.gain, jnp.float32) * step
         return replace(
             state,
-            inner=self.inner.ingest(state.inner, feed),
+            inner=guard.ingest(self.inner, state.inner, feed),
             rate=jnp.where(fresh[:, None], self._rate(feed.count.shape[0]), rate),
             proposed=jnp.where(feed.count > 0, 0, state.proposed),
             cut=jnp.where(fresh, 0, state.cut),
@@ -131,7 +132,7 @@ class AdaptiveDrafter(Around):
         full = state.cut + 1 >= jnp.asarray(self.probe_every, jnp.int32)
         width = jnp.where(full, limit, jnp.minimum(self.width(state), limit))
         asks = replace(feed, wants_draft=asked & (width > 0), limit=width)
-        inner, proposal, info = self.inner.propose(state.inner, asks)
+        inner, proposal, info = guard.propose(self.inner, state.inner, asks)
         reason = jnp.where(asked & (width == 0), NoDraft.PAUSED, info.reason).astype(jnp.int32)
         cut = jnp.where(width < limit, state.cut + 1, 0)
         state = replace(

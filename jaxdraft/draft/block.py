@@ -14,6 +14,7 @@ from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, Lattice, NoDraft, Pro
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
+from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.sampling import largest_first
@@ -240,8 +241,7 @@ class BlockDrafter:
         pool, a row that starts is admitted, and one that grows takes pages; whether it wants drafts
         in this round plays no part, so that no hole appears.
         """
-        assert feed.aux is not None, "a block drafter reads the target's auxiliary states"
-        chex.assert_shape(feed.aux, (None, None, self.config.aux_width))
+        taps = needed(self, "aux", feed.aux, self.config.aux_width)
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
@@ -252,9 +252,9 @@ class BlockDrafter:
             state = self._cover(state, jnp.where(count > 0, feed.first_position + count, 0))
             count = jnp.where(state.denied, 0, count)
         first = jnp.where(count > 0, feed.first_position, state.length)
-        steps = jnp.arange(feed.aux.shape[1], dtype=jnp.int32)[None]
+        steps = jnp.arange(taps.shape[1], dtype=jnp.int32)[None]
         # What lies past `count` may be anything, even NaN; it must not reach a product.
-        aux = jnp.where((steps < count[:, None])[..., None], feed.aux, 0)
+        aux = jnp.where((steps < count[:, None])[..., None], taps, 0)
         keys, values = self.backbone().context(aux, first[:, None] + steps)
         cache = state.cache
         if isinstance(cache, Ring):

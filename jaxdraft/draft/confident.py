@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdraft import guard
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal
 from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
 from jaxdraft.draft.lattice import greedy, walk
@@ -61,7 +62,7 @@ class ConfidentDrafter(Around):
 
     def ingest(self, state: Any, feed: Feed) -> Any:
         """See :meth:`jaxdraft.base.Drafter.ingest`."""
-        return self.inner.ingest(state, feed)
+        return guard.ingest(self.inner, state, feed)
 
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`.
@@ -69,7 +70,7 @@ class ConfidentDrafter(Around):
         Raises:
           ValueError: the drafter inside proposes no lattice.
         """
-        state, proposal, info = self.inner.propose(state, feed)
+        state, proposal, info = guard.propose(self.inner, state, feed)
         if proposal.lattice is None:
             kind = type(self.inner).__name__
             raise ValueError(f"inner is a {kind}, which proposes no lattice to be judged by")

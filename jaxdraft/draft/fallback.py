@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdraft import guard
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Proposal, Support
 from jaxdraft.draft.around import pool_of, skipped
 
@@ -80,16 +81,17 @@ class FallbackDrafter:
 
     def ingest(self, state: tuple[Any, Any], feed: Feed) -> tuple[Any, Any]:
         """See :meth:`jaxdraft.base.Drafter.ingest`."""
-        return self.first.ingest(state[0], feed), self.second.ingest(state[1], feed)
+        one, two = state
+        return guard.ingest(self.first, one, feed), guard.ingest(self.second, two, feed)
 
     def propose(
         self, state: tuple[Any, Any], feed: Feed
     ) -> tuple[tuple[Any, Any], Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`."""
-        one, first, said = self.first.propose(state[0], feed)
+        one, first, said = guard.propose(self.first, state[0], feed)
         served = first.length > 0
         asks = replace(feed, wants_draft=feed.wants_draft & ~served)
-        two, second, also = self.second.propose(state[1], asks)
+        two, second, also = guard.propose(self.second, state[1], asks)
         first, second = self._wide(first), self._wide(second)
         supports = [p.support for p in (first, second) if p.support is not None]
         support = None

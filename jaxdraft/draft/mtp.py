@@ -13,6 +13,7 @@ from jax import lax
 from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal, Support
 from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
+from jaxdraft.guard import needed
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.sampling import best_token
@@ -142,9 +143,8 @@ class MtpDrafter:
         Example: rows h0 h1 h2 of tokens a b c, then h3 of d. The first call caches (h0, b), (h1, c)
         and keeps h2; the second caches (h2, d) and keeps h3.
         """
-        assert feed.hidden is not None, "an MTP head reads the target's hidden rows"
-        assert feed.tokens is not None, "an MTP head reads the committed tokens"
-        chex.assert_shape(feed.hidden, (*feed.tokens.shape, self.config.width))
+        last = needed(self, "hidden", feed.hidden, self.config.width)
+        text = needed(self, "tokens", feed.tokens, None)
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
@@ -153,13 +153,13 @@ class MtpDrafter:
         state = self._cover(state, jnp.where(count > 0, feed.first_position + count - 1, 0))
         count = jnp.where(state.denied, 0, count)
         fresh = fresh & (count > 0)
-        steps = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
+        steps = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
         # What lies past `count` may be anything, even NaN; it must not reach a product.
-        hidden = jnp.where((steps < count[:, None])[..., None], feed.hidden, 0).astype(self.dtype)
+        hidden = jnp.where((steps < count[:, None])[..., None], last, 0).astype(self.dtype)
         rows = jnp.concatenate([state.pending[:, None], hidden], axis=1)  # [B, 1 + T, D]
         # Row t of `rows` meets token t, except where nothing waited: there row t + 1 meets t + 1.
         paired = jnp.where(fresh[:, None, None], rows[:, 1:], rows[:, :-1])
-        tokens = jnp.where(fresh[:, None], jnp.roll(feed.tokens, -1, axis=1), feed.tokens)
+        tokens = jnp.where(fresh[:, None], jnp.roll(text, -1, axis=1), text)
         pairs = count - fresh.astype(jnp.int32)
         pool = replace(state.pool, length=jnp.where(fresh, 0, state.pool.length))
         # Only keys and values are kept; the rest of the layer is never computed.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.guard import needed
 
 
 @struct.dataclass
@@ -82,17 +83,17 @@ class NgramDrafter:
         Tokens must follow the ones ingested before, or start again at position 0. A row that does
         neither has a hole, and so has one that outgrows its capacity.
         """
-        assert feed.tokens is not None, "a lookup reads the committed tokens"
+        committed = needed(self, "tokens", feed.tokens, None)
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
         whole = fresh | (state.whole & (follows | ~brings))
         count = jnp.where(whole, feed.count, 0)
         batch, size = state.tokens.shape
-        step = jnp.arange(feed.tokens.shape[1], dtype=jnp.int32)[None]
+        step = jnp.arange(committed.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
         tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
-            feed.tokens, mode="drop"
+            committed, mode="drop"
         )
         length = jnp.where(count > 0, feed.first_position + count, state.length)
         return NgramState(tokens, length, whole & (length < size))

@@ -21,6 +21,7 @@ from jaxdraft.engine.runner import Runner, checkpoint_bytes
 from jaxdraft.engine.scheduler import Scheduler, Work
 from jaxdraft.engine.threads import FairLock, Waiters, exclusive
 from jaxdraft.generate import check_ids, encode
+from jaxdraft.guard import check_target
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH, plan
@@ -104,6 +105,7 @@ class Engine:
         self.lock, self.waiters = FairLock(), Waiters()
         self._readers: dict[object, int] = {}  # iterations over the events, and their threads
         self.model = model
+        check_target(model.target)
         self.drafter = model.choose(drafter, draft_tokens)
         self.draft_tokens = self.drafter.draft_tokens
         rows = whole("max_batch", max_batch)

@@ -260,7 +260,7 @@ def run_chunk(
         length=part.length + resumes.astype(jnp.int32),
         status=jnp.where(resumes, Status.RUNNING, part.status).astype(jnp.int32),
     )
-    part, info = rounds.propose(drafter, part, mine)
+    part, info = rounds.propose(drafter, part, mine, vocab_size=target.vocab_size)
     report = _report(part, replace(said, draft=info), drafter.draft_tokens)
     return rows_.put(state, _unseated(part), where, seats.rows), report
 

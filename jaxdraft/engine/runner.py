@@ -239,6 +239,11 @@ class Runner:
         return all(part is not None for part in jax.eval_shape(ask))
 
     def _support_shape(self, shape: RoundState) -> Any:
+        """The form of a proposal's support.
+
+        Raises:
+          ValueError: what the target or the drafter returns breaks its contract.
+        """
         rules = self.table.neutral(random=True)
 
         def ask(state: RoundState) -> Any:
@@ -246,7 +251,10 @@ class Runner:
             seats = Seats(
                 jnp.arange(self.batch, dtype=jnp.int32), jnp.ones((self.batch,), bool), none
             )
-            return rounds.propose(self.drafter, programs.seated(state, seats), rules)[0]
+            state = programs.seated(state, seats)
+            zeros = jnp.zeros((self.batch, 1), jnp.int32)
+            state, logits = rounds.read(self.target, self.drafter, state, zeros, zeros[:, 0])
+            return rounds.propose(self.drafter, state, rules, vocab_size=logits.shape[-1])[0]
 
         return jax.eval_shape(ask, shape).proposal.support
 

@@ -24,6 +24,7 @@ from jaxdraft import (
     NgramDrafter,
     Sampling,
     generate,
+    guard,
     verify,
 )
 from jaxdraft.base import DraftInfo, Feed, Proposal, Support
@@ -201,6 +202,13 @@ class Unnormalised(Untruncated):
 
 
 @jax.tree_util.register_pytree_node_class
+class Rescaled(Unnormalised):
+    """The same, verified as it is; another type, so that what is patched is traced anew."""
+
+    tree_flatten = Untruncated.tree_flatten
+
+
+@jax.tree_util.register_pytree_node_class
 class Fresh(Untruncated):
     """Right; another type, so that what is patched below is traced anew."""
 
@@ -210,12 +218,23 @@ class Fresh(Untruncated):
     tree_flatten = Untruncated.tree_flatten
 
 
-@pytest.mark.parametrize("kind", [Untruncated, Unnormalised])
-def test_a_wrong_q_is_found(kind: Any) -> None:
-    how: dict[str, Any] = {"temperature": 1.0, "top_k": 2}
-    drafter = kind(DRAFTER.candidates, DRAFTER.scores)
-    p, _ = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
+TOP_2: dict[str, Any] = {"temperature": 1.0, "top_k": 2}
+
+
+def test_a_wrong_q_is_found() -> None:
+    drafter = Untruncated(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling(**TOP_2)), exactly(TOP_2))
     assert p < LIMIT
+
+
+def test_a_q_that_does_not_sum_to_one_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Unnormalised(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling(**TOP_2)), exactly(TOP_2))
+    assert p > LIMIT
+    monkeypatch.setattr(guard, "_drawn", lambda tokens, support, inside: inside.any(axis=-1))
+    drafter = Rescaled(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling(**TOP_2)), exactly(TOP_2))
+    assert p < LIMIT, "verified as it is, such a q changes the distribution"
 
 
 def test_a_residual_of_the_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
