@@ -15,6 +15,18 @@ from typing import Any
 
 from convert.errors import ArtifactError, Problems
 from convert.paths import contained
+from convert.shards import read_json
+from convert.unused import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    Remarks,
+    is_integer,
+    report_files,
+    report_generation,
+    report_tokenizer,
+    shown,
+    stop_ids,
+)
 from jaxdraft.config import FULL_ATTENTION, DrafterKind
 
 CONFIG = "genai_config.json"
@@ -115,18 +127,28 @@ _MODEL_KEYS = {
     "pad_token_id",
     "type",
     "vocab_size",
-    "bot_token_id",
-    "eot_token_id",
-    "bor_token_id",
-    "eor_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
     "dflash2",
     "dspark",
     "mtp",
 }
+_MODEL_UNUSED = {
+    **dict.fromkeys(
+        "bot_token_id eot_token_id bor_token_id eor_token_id sep_token_id decoder_start_token_id"
+        " image_token_id video_token_id vision_start_token_id boi_token_id eoi_token_id".split(),
+        "text is encoded by tokenizer.json and the chat template, which hold these tokens",
+    ),
+}
+"""Keys of ``model`` that nothing here acts on, and why that changes nothing."""
+_BATCHING_KEYS = {
+    "block_size",
+    "max_batch_size",
+    # The runtime's memory and cache: jaxdraft.Engine has arguments of its own for them.
+    "num_blocks",
+    "prefix_caching",
+    "gpu_utilization_factor",
+}
 _DECODER_KEYS = {
-    "session_options",
+    "session_options",  # onnxruntime's
     "filename",
     "head_size",
     "hidden_size",
@@ -250,15 +272,16 @@ class ArtifactConfig:
     drafter: DrafterSection | None
     page_size: int | None
     max_batch: int | None
-    ignored: tuple[str, ...]  # paths of keys nothing here acts on, outside the drafter's section
+    remarks: Remarks
 
 
-def read_config(folder: Path, problems: Problems) -> ArtifactConfig:
+def read_config(folder: Path, problems: Problems, *, alone: bool = False) -> ArtifactConfig:
     """Read and check ``genai_config.json``.
 
     Args:
       folder: the artifact's folder.
       problems: collects everything wrong that does not make the rest unreadable.
+      alone: read the target alone, and nothing of a drafter.
 
     Raises:
       ArtifactError: the file is missing or no JSON object, or a key without which nothing can be
@@ -267,7 +290,7 @@ def read_config(folder: Path, problems: Problems) -> ArtifactConfig:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no artifact folder {folder}")
-    return _Reader(folder, problems).config(_load(folder))
+    return _Reader(folder, problems).config(_load(folder), alone)
 
 
 def _load(folder: Path) -> Json:
@@ -318,7 +341,7 @@ class _Reader:
     def __init__(self, folder: Path, problems: Problems):
         self.folder = folder
         self.problems = problems
-        self.ignored: list[str] = []
+        self.remarks = Remarks()
 
     # Typed values. Each raises: without them nothing that follows can be read.
 
@@ -364,7 +387,7 @@ class _Reader:
 
     # Sections.
 
-    def config(self, root: Json) -> ArtifactConfig:
+    def config(self, root: Json, alone: bool) -> ArtifactConfig:
         model = self.object(root, "model", "")
         for name in _OTHER_MODELS:
             if name in model:
@@ -374,10 +397,14 @@ class _Reader:
         vocab = self.integer(model, "vocab_size", "model", 1, _INT32)
         context = self.integer(model, "context_length", "model", 1, _INT32)
         decoder = self.decoder(self.object(model, "decoder", "model"))
-        drafter = self.drafter(model, vocab, decoder)
-        self.misplaced(root, model)
+        drafter = None if alone else self.drafter(model, vocab, decoder)
+        if not alone:
+            self.misplaced(root, model)
         page_size, max_batch = self.engine(root)
-        self.unknown(model, "model", _MODEL_KEYS)
+        self.unknown(root, "", {"model", "search", "engine"})
+        self.unknown(model, "model", _MODEL_KEYS | _MODEL_UNUSED.keys())
+        self.search(root, context)
+        self.files(decoder, drafter)
         return ArtifactConfig(
             folder=self.folder,
             model_type=self.string(model, "type", "model"),
@@ -390,28 +417,22 @@ class _Reader:
             drafter=drafter,
             page_size=page_size,
             max_batch=max_batch,
-            ignored=tuple(self.ignored),
+            remarks=self.remarks,
         )
 
     def token(self, model: Json, key: str, vocab: int) -> int | None:
-        if model.get(key) is None:
-            return None
-        read = lambda: self.integer(model, key, "model", 0, vocab - 1, "a token id")  # noqa: E731
-        return self.attempt(read, None)
+        """A token that nothing here acts on: what is no token is noted."""
+        value = model.get(key)
+        if value is None or (is_integer(value) and 0 <= value < vocab):
+            return value
+        self.remarks.note(
+            CONFIG, f"model.{key} is {shown(value)}, not a token in 0..{vocab - 1}: it is not used"
+        )
+        return None
 
     def eos(self, model: Json, vocab: int) -> tuple[int, ...]:
-        value = model.get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        good = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids)
-        if not good:
-            self.problems.report(
-                CONFIG,
-                "model.eos_token_id",
-                json.dumps(value)[:80],
-                f"a token id in 0..{vocab - 1}, or a list of them",
-            )
-            return ()
-        return tuple(dict.fromkeys(ids))
+        value, where = model.get("eos_token_id"), "model.eos_token_id"
+        return self.attempt(lambda: stop_ids(value, where, CONFIG, vocab, self.remarks), ())
 
     def decoder(self, section: Json) -> DecoderSection:
         where = "model.decoder"
@@ -479,6 +500,10 @@ class _Reader:
                     "one each of paged_kv, fixed_conv, fixed_recurrent",
                 )
             result[kind] = self.integers(group, "layer_ids", f"{where}[{i}]", 0, _INT32)
+            self.unknown(group, f"{where}[{i}]", {"kind", "layer_ids", "state_update"})
+            if "state_update" in group:  # how the runtime rolls back
+                update = self.object(group, "state_update", f"{where}[{i}]")
+                self.unknown(update, f"{where}[{i}].state_update", {"capacity", "key_head_count"})
         return result
 
     def drafter(self, model: Json, vocab: int, decoder: DecoderSection) -> DrafterSection | None:
@@ -690,7 +715,39 @@ class _Reader:
                 )
 
     def unknown(self, section: Json, where: str, known: set[str]) -> None:
-        self.ignored += [_join(where, key) for key in section if key not in known]
+        """Remark on keys that nothing here acts on."""
+        for key in section:
+            if key not in known:
+                text = f"{_join(where, key)} is {shown(section[key])}: not a setting that is known "
+                text += "here, so it has no effect"
+                (self.remarks.note if section[key] is None else self.remarks.warn)(CONFIG, text)
+
+    def search(self, root: Json, context: int) -> None:
+        """Remark on recommended settings of decoding."""
+        search = root.get("search")
+        if search is None:
+            return
+        if not isinstance(search, dict):
+            raise ArtifactError(CONFIG, "search", _kind(search), "an object")
+        report_generation(search, CONFIG, self.remarks, where="search", known=())
+        length = search.get("max_length")
+        if is_integer(length) and length < context:
+            self.remarks.note(
+                CONFIG, f"search.max_length is {length}: each call says how many tokens it wants"
+            )
+
+    def files(self, decoder: DecoderSection, drafter: DrafterSection | None) -> None:
+        """Remark on files of the folder that are not read."""
+        used = {CONFIG, decoder.filename, f"{decoder.filename}.data", *TOKENIZER_FILES}
+        if drafter is not None:
+            used |= {drafter.filename, f"{drafter.filename}.data"}
+        for shared in (decoder.shared, drafter.shared if drafter is not None else {}):
+            used |= {tensor.data_file for tensor in shared.values()}
+        names = [path.name for path in self.folder.iterdir()]
+        report_files(names, used, self.folder.name, self.remarks)
+        if (self.folder / TOKENIZER_CONFIG).is_file():
+            body = read_json(self.folder, TOKENIZER_CONFIG)
+            report_tokenizer(body, TOKENIZER_CONFIG, self.remarks)
 
     def misplaced(self, root: Json, model: Json) -> None:
         """Settings of a drafter that stand outside its section, where nothing reads them."""
@@ -708,10 +765,14 @@ class _Reader:
     def engine(self, root: Json) -> tuple[int | None, int | None]:
         if "engine" not in root:
             return None, None
-        batching = self.object(root, "engine", "").get("dynamic_batching")
-        if not isinstance(batching, dict):
+        section = self.object(root, "engine", "")
+        self.unknown(section, "engine", {"dynamic_batching", "static_batching"})
+        batching, where = section.get("dynamic_batching"), "engine.dynamic_batching"
+        if batching is None:
             return None, None
-        where = "engine.dynamic_batching"
+        if not isinstance(batching, dict):
+            raise ArtifactError(CONFIG, where, _kind(batching), "an object")
+        self.unknown(batching, where, _BATCHING_KEYS)
         values: list[int | None] = []
         for key in ("block_size", "max_batch_size", "num_blocks"):
             value = None

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,17 @@ from convert.load import Loaded, fill_shells
 from convert.parts import Recipes
 from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
 from convert.plan import Shell
-from convert.shards import read_json, read_tensors
+from convert.shards import read_json, read_tensors, same_numbers
+from convert.unused import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    Remarks,
+    report_files,
+    report_generation,
+    report_tokenizer,
+    stop_ids,
+    unused_tensor,
+)
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 from jaxdraft.checkpoint.forms import (
     Form,
@@ -68,6 +78,7 @@ from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.mtp import Mtp
 
 GENERATION = "generation_config.json"
+HEAD = "lm_head.weight"
 
 _MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
 _HEADS: Mapping[DrafterKind, str] = {"dflash2": "candidate_selector.", "dspark": "markov_head."}
@@ -140,6 +151,7 @@ class CheckpointPlan:
       config: the target's, with what the drafter asks of it.
       drafters: kinds of all drafters that are there, read or not.
       kind: of the one that was chosen.
+      remarks: what is fine, or has no effect.
       shells: modules without numbers, ``"target"`` and perhaps ``"drafter"``.
       dtypes: of their activations.
     """
@@ -152,6 +164,7 @@ class CheckpointPlan:
     config: TargetConfig | None = None
     drafters: tuple[DrafterKind, ...] = ()
     kind: DrafterKind | None = None
+    remarks: Remarks = dataclasses.field(default_factory=Remarks)
     shells: dict[str, Shell] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, jnp.dtype] = dataclasses.field(default_factory=dict)
 
@@ -182,16 +195,17 @@ def plan_checkpoint(
     """
     plan = CheckpointPlan(folder, Problems(), DataFiles(folder))
     try:
-        target = plan.target = _read_target(folder, plan.files)
+        target = plan.target = _read_target(folder, plan.files, plan.remarks)
         plan.config = target.facts.config
         found = _drafters(folder, target)
         plan.drafters = tuple(found)
         chosen = _choose(drafter, folder, found)
         if chosen == "mtp":
+            target = plan.target = _with_head(target, folder)
             plan.kind = "mtp"
             plan.config = dataclasses.replace(plan.config, hidden_states=True)
         elif isinstance(chosen, Path):
-            plan.block = _read_block(chosen, folder, target, plan.files, numbers)
+            plan.block = _read_block(chosen, folder, target, plan.files, numbers, plan.remarks)
             plan.kind = plan.block.facts.config.kind
             plan.config = dataclasses.replace(plan.config, taps=plan.block.facts.taps)
     except ArtifactError as error:
@@ -252,6 +266,7 @@ def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | Non
         folder=target.folder,
         stored_bytes=stored,
         weight_bytes=weights,
+        warnings=tuple(plan.remarks.warnings),
     )
 
 
@@ -277,7 +292,7 @@ class PartFolder:
 @dataclasses.dataclass(frozen=True)
 class TargetFolder(PartFolder):
     facts: TargetFacts
-    head: Sequence[Entry]  # of a multi-token-prediction head; empty: there is none
+    head: Sequence[Entry]  # of a multi-token-prediction head; empty: none is loaded
     stop_ids: tuple[int, ...]
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
@@ -292,19 +307,86 @@ class BlockFolder(PartFolder):
         return self.stored(requested, self.facts.dtype)
 
 
-def _read_target(folder: Path, files: DataFiles) -> TargetFolder:
+def _read_target(folder: Path, files: DataFiles, remarks: Remarks) -> TargetFolder:
     home = folder if (folder / CONFIG).is_file() else folder / TARGET
-    with _problems_of(home, folder) as problems:
-        body, tensors = read_json(home, CONFIG), read_tensors(home, files)
-        stored_head = "lm_head.weight" in tensors
-        facts = read_target(body, head_stored=stored_head, problems=problems)
-        stop_ids = _stop_ids(home, facts)
+    with _problems_of(home, folder) as problems, _remarks_of(home, folder, remarks) as own:
+        body, tensors = read_json(home, CONFIG), read_tensors(home, files, own)
+        stored_head = HEAD in tensors
+        facts = read_target(body, head_stored=stored_head, problems=problems, remarks=own)
+        if facts.config.tied and stored_head:
+            facts, tensors = _tied(facts, dict(tensors), own)
+        stop_ids = _stop_ids(home, facts, own)
         layout = target_layout(facts.config, facts.family)
-        head = [] if facts.mtp is None else mtp_layout(facts.mtp)
-        aside = (VISION,) if facts.family.composite else ()
-        whole = [*layout, *head]
-        _check_tensors(whole, tensors, weights_file(home), aside, problems, facts.quantized)
-    return TargetFolder(home, layout, tensors, facts, head, stop_ids)
+        aside = (VISION, MTP) if facts.family.composite else (MTP,)
+        _check_tensors(layout, tensors, weights_file(home), aside, problems, facts.quantized, own)
+        _report_head(facts, tensors, own)
+        _report_files(home, tensors, own)
+    return TargetFolder(home, layout, tensors, facts, [], stop_ids)
+
+
+def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:
+    """A tied head that is stored all the same.
+
+    If its numbers are those of the embedding, or there is no other embedding, it is a second name
+    of it. If they are others, the target is not tied, as transformers takes it.
+    """
+    table = f"{facts.family.prefix}embed_tokens.weight"
+    head, others = tensors[HEAD], {n: t for n, t in tensors.items() if n != HEAD}
+    if table not in tensors:
+        remarks.note(head.file, f"{HEAD} is the embedding, too: there is no tensor {table}")
+        return facts, {**others, table: head}
+    if same_numbers(head, tensors[table]):
+        remarks.note(head.file, f"{HEAD} is stored a second time; it is equal to {table}")
+        return facts, others
+    remarks.warn(
+        CONFIG,
+        f"tie_word_embeddings is true, but the numbers of {HEAD} are not those of {table}: the "
+        "target is loaded with both",
+    )
+    return dataclasses.replace(facts, config=dataclasses.replace(facts.config, tied=False)), tensors
+
+
+def _report_head(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> None:
+    """Remark on a multi-token-prediction head that settings and tensors disagree about."""
+    stored = sorted(name for name in tensors if name.startswith(MTP))
+    described = facts.mtp is not None or facts.mtp_problems
+    if described and not stored:
+        remarks.warn(
+            CONFIG,
+            f"mtp_num_hidden_layers describes a head, but there is no tensor {MTP}*: the target is "
+            "loaded without it",
+        )
+    elif stored and not described:
+        remarks.warn(
+            tensors[stored[0]].file,
+            f"{len(stored)} tensors {MTP}* are not used: {CONFIG} says no mtp_num_hidden_layers",
+        )
+
+
+def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
+    """Remark on what lies in the folder and is not read."""
+    used = {CONFIG, GENERATION, INDEX, SINGLE, *TOKENIZER_FILES}
+    used |= {*_HEADS, TARGET, *(t.place.location for t in tensors.values() if t.place)}
+    report_files([path.name for path in home.iterdir()], used, home.name, remarks)
+    for kind in _HEADS:
+        if (home / kind).is_dir() and not (home / kind / CONFIG).is_file():
+            remarks.note(f"{kind}/", f"no drafter: it holds no {CONFIG}")
+    if (home / TOKENIZER_CONFIG).is_file():
+        report_tokenizer(read_json(home, TOKENIZER_CONFIG), TOKENIZER_CONFIG, remarks)
+
+
+def _with_head(target: TargetFolder, folder: Path) -> TargetFolder:
+    """The target with its multi-token-prediction head, whose tensors are all there."""
+    facts = target.facts
+    with _problems_of(target.folder, folder) as problems:
+        problems.extend(facts.mtp_problems)
+        if facts.mtp is None:
+            return target
+        head = mtp_layout(facts.mtp)
+        stored = {n: t for n, t in target.tensors.items() if n.startswith(MTP)}
+        stored = _without_copies(stored, target, True, problems, prefix=MTP)
+        _check_tensors(head, stored, weights_file(target.folder), (), problems, facts.quantized)
+    return dataclasses.replace(target, head=head)
 
 
 def _drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]:
@@ -316,7 +398,8 @@ def _drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]:
         for base in bases:
             if (base / kind / CONFIG).is_file():
                 found.setdefault(kind, base / kind)
-    if target.facts.mtp is not None:
+    described = target.facts.mtp is not None or target.facts.mtp_problems
+    if described and any(name.startswith(MTP) for name in target.tensors):
         found["mtp"] = home
     return found
 
@@ -343,10 +426,15 @@ def _choose(
 
 
 def _read_block(
-    path: Path, folder: Path, target: TargetFolder, files: DataFiles, numbers: bool
+    path: Path,
+    folder: Path,
+    target: TargetFolder,
+    files: DataFiles,
+    numbers: bool,
+    remarks: Remarks,
 ) -> BlockFolder:
-    with _problems_of(path, folder) as problems:
-        body, tensors = read_json(path, CONFIG), read_tensors(path, files)
+    with _problems_of(path, folder) as problems, _remarks_of(path, folder, remarks) as own:
+        body, tensors = read_json(path, CONFIG), read_tensors(path, files, own)
         kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
         if len(kinds) != 1:
             raise ArtifactError(
@@ -355,14 +443,16 @@ def _read_block(
                 f"tensors of {' and '.join(kinds) or 'no drafter'}",
                 " or ".join(f"{head}* of {kind}" for kind, head in _HEADS.items()),
             )
-        facts = read_block(body, kinds[0], target.facts.config, problems)
+        facts = read_block(body, kinds[0], target.facts.config, problems, own)
         layout = block_layout(facts.config)
         tensors = _without_copies(tensors, target, numbers, problems)
         # A confidence head says how many drafts are worth verifying. We verify all.
         aside = ("confidence_head.",) if kinds[0] == "dspark" else ()
-        _check_tensors(layout, tensors, weights_file(path), aside, problems, facts.quantized)
+        _check_tensors(layout, tensors, weights_file(path), aside, problems, facts.quantized, own)
         if facts.config.draft_vocab_size is not None and not problems:
             _check_vocabulary(tensors["d2t"], facts.config.vocab_size, problems)
+        used = {CONFIG, INDEX, SINGLE, *(t.place.location for t in tensors.values() if t.place)}
+        report_files([each.name for each in path.iterdir()], used, path.name, own)
     return BlockFolder(path, layout, tensors, facts)
 
 
@@ -375,24 +465,22 @@ def _check_vocabulary(tensor: Tensor, vocab_size: int, problems: Problems) -> No
 
 
 def _without_copies(
-    tensors: Tensors, target: TargetFolder, numbers: bool, problems: Problems
+    tensors: Tensors, target: TargetFolder, numbers: bool, problems: Problems, prefix: str = ""
 ) -> Tensors:
     """Some drafters are stored with copies of the target's embedding and head: equal, or refused.
 
     They are not loaded. The drafter uses the target's own arrays. Without ``numbers`` only the
-    shapes are compared.
+    shapes are compared. ``prefix`` begins the names of the drafter's tensors.
     """
     config = target.facts.config
     table = f"{target.facts.family.prefix}embed_tokens.weight"
-    copies = {"embed_tokens.weight": table, "lm_head.weight": "lm_head.weight"}
-    if config.tied:
-        copies["lm_head.weight"] = table
+    head = table if config.tied else HEAD
+    copies = {f"{prefix}embed_tokens.weight": table, f"{prefix}{HEAD}": head}
     for name, original in copies.items():
         if name not in tensors or original not in target.tensors:
             continue
         ours, theirs = tensors[name], target.tensors[original]
-        same = ours.shape == theirs.shape
-        if not same or (numbers and not np.array_equal(ours.read(), theirs.read())):
+        if ours.shape != theirs.shape or (numbers and not same_numbers(ours, theirs)):
             problems.report(
                 ours.file, f"tensor {name}", "other numbers", f"those of the target's {original}"
             )
@@ -414,23 +502,30 @@ def _problems_of(part: Path, folder: Path) -> Generator[Problems]:
     named.raise_any()
 
 
+@contextlib.contextmanager
+def _remarks_of(part: Path, folder: Path, remarks: Remarks) -> Generator[Remarks]:
+    """Collects the remarks about a folder, its name before those of its files."""
+    own = Remarks()
+    yield own
+    label = "" if part == folder else f"{part.name}/"
+    remarks.notes += [label + text for text in own.notes]
+    remarks.warnings += [label + text for text in own.warnings]
+
+
 def weights_file(folder: Path) -> str:
     """What messages about tensors name."""
     return INDEX if (folder / INDEX).exists() else SINGLE
 
 
-def _stop_ids(folder: Path, target: TargetFacts) -> tuple[int, ...]:
-    """Of ``generation_config.json``, which runtimes ask first, else of ``config.json``."""
+def _stop_ids(folder: Path, target: TargetFacts, remarks: Remarks) -> tuple[int, ...]:
+    """Of ``generation_config.json``, which runtimes prefer, else of ``config.json``."""
     if not (folder / GENERATION).is_file():
         return target.stop_ids
-    value: Any = read_json(folder, GENERATION).get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    body = read_json(folder, GENERATION)
+    report_generation(body, GENERATION, remarks, known=("eos_token_id",))
     vocab = target.config.vocab_size
-    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
-        raise ArtifactError(
-            GENERATION, "eos_token_id", str(value)[:80], f"token ids in 0..{vocab - 1}"
-        )
-    return tuple(dict.fromkeys(int(i) for i in ids)) or target.stop_ids
+    found = stop_ids(body.get("eos_token_id"), "eos_token_id", GENERATION, vocab, remarks)
+    return found or target.stop_ids
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -489,6 +584,7 @@ def _check_tensors(
     aside: tuple[str, ...],
     problems: Problems,
     quantized: Quantized | None = None,
+    remarks: Remarks | None = None,
 ) -> None:
     """The layout's tensors are there, in their shapes, and no others but those put ``aside``.
 
@@ -499,6 +595,7 @@ def _check_tensors(
       aside: what the names of tensors begin with that are let pass.
       problems: where to report.
       quantized: how matrices may be stored in few bits.
+      remarks: destination of what does not stop a load.
     """
     expected = _expected(layout, tensors, quantized)
     found = Problems()
@@ -518,19 +615,46 @@ def _check_tensors(
             if said != part.shape:
                 where = f"tensor {sizes}"
                 found.report(tensors[sizes].file, where, f"{list(said)}", f"{list(part.shape)}")
-    hints = {"lm_head.weight": f" ({CONFIG} says tie_word_embeddings)"}
-    if not any(name.startswith(MTP) for name in expected):
-        hints |= {
-            n: f" ({CONFIG} says no mtp_num_hidden_layers)" for n in tensors if n.startswith(MTP)
-        }
-    for name in sorted(tensors.keys() - expected.keys()):
-        if not name.startswith(aside):
-            shape = f"shape {list(tensors[name].shape)}"
-            wanted = f"no such tensor{hints.get(name, '')}"
-            found.report(tensors[name].file, f"tensor {name}", shape, wanted)
+    _check_others(expected, tensors, aside, found, remarks or Remarks())
     problems += found[:_NAMED]
     if len(found) > _NAMED:  # of another architecture, and one line a tensor tells no more
         problems.report(file, "tensors", f"{len(found) - _NAMED} more problems", "none")
+
+
+def _check_others(
+    expected: Mapping[str, Expected],
+    tensors: Tensors,
+    aside: tuple[str, ...],
+    problems: Problems,
+    remarks: Remarks,
+) -> None:
+    """Tensors that no parameter is made of: constants, zeros, or refused."""
+    hints = {HEAD: f" ({CONFIG} says tie_word_embeddings)"}
+    for name in sorted(tensors.keys() - expected.keys()):
+        tensor = tensors[name]
+        if name.startswith(aside):
+            continue
+        reason = unused_tensor(name, tensor.shape)
+        if reason is None and _zero_bias(tensor, expected):
+            reason = "a bias of zeros"
+        if reason is not None:
+            remarks.note(tensor.file, f"tensor {name} is not read: {reason}")
+            continue
+        shape = f"shape {list(tensor.shape)}"
+        wanted = f"no such tensor{hints.get(name, '')}"
+        problems.report(tensor.file, f"tensor {name}", shape, wanted)
+
+
+def _zero_bias(tensor: Tensor, expected: Mapping[str, Expected]) -> bool:
+    """Whether a tensor is the bias of a matrix that has one here, and changes nothing."""
+    stem, dot, last = tensor.name.rpartition(".")
+    if not dot or last != "bias" or tensor.data_type not in FLOATS:
+        return False
+    weights = f"{stem}.weight"
+    matrix = expected.get(weights) or expected.get(packed_of(weights))
+    if matrix is None or tensor.shape != matrix.shapes[0][:1]:
+        return False
+    return not np.any(tensor.read())
 
 
 def _report_type(problems: Problems, tensor: Tensor, types: Collection[int]) -> None:

@@ -163,6 +163,8 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Stored bytes."""
+        if self.place is not None:
+            return self.place.length
         return stored_bytes(self.data_type, self.shape)
 
     def read(self) -> Array:

@@ -2,8 +2,9 @@
 
 Every key that is acted on is checked for type and range. A key that would change what is computed
 must have the one value that is implemented; in a block drafter's file a key nobody here knows is
-an error, because a setting that is silently ignored costs acceptance and nobody notices. In a
-target's file unknown keys are let pass: transformers writes many that concern training.
+an error, because a setting that is ignored costs acceptance unnoticed. In a target's file unknown
+keys become remarks; see :mod:`convert.unused`. Keys that are absent or null have the defaults of
+transformers.
 
 The other direction is :mod:`jaxdraft.checkpoint.config`.
 """
@@ -13,11 +14,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from convert.errors import ArtifactError, Problems
 from convert.parts import shortest
+from convert.unused import (
+    CONFIG_KEYS,
+    DECODING_KEYS,
+    DRAFTER_KEYS,
+    GENERATION_KEYS,
+    QUANTIZATION_KEYS,
+    Remarks,
+    Tracked,
+    is_integer,
+    report_generation,
+    report_unread,
+    shown,
+    stop_ids,
+)
 from jaxdraft.checkpoint.forms import DTYPES
 from jaxdraft.checkpoint.layout import FAMILIES, Family
 from jaxdraft.checkpoint.rotary import Rope
@@ -43,25 +58,7 @@ MAX_POSITIONS = 1 << 24
 DSPARK_CANDIDATES = 16
 """C of a DSpark drafter whose file does not say: the model builder's ``dspark_top_k``."""
 
-_SILENT = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "model_type",
-    "num_target_layers",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""Keys of a drafter's file that say nothing about what it computes."""
-
-_DRAFTER = _SILENT | {
+_DRAFTER = DRAFTER_KEYS.keys() | {
     "attention_bias",
     "dflash_config",
     "dtype",
@@ -73,6 +70,7 @@ _DRAFTER = _SILENT | {
     "layer_types",
     "max_position_embeddings",
     "max_window_layers",
+    "mlp_bias",
     "num_attention_heads",
     "num_hidden_layers",
     "draft_vocab_size",
@@ -83,6 +81,7 @@ _DRAFTER = _SILENT | {
     "rope_scaling",
     "rope_theta",
     "sliding_window",
+    "torch_dtype",
     "use_sliding_window",
     "vocab_size",
 }
@@ -115,6 +114,68 @@ _YARN_ROPE = {
     "truncate",
 }
 
+_QWEN35_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "intermediate_size": 12288,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3_5": _QWEN35_DEFAULTS,
+    "qwen3_5_moe": {
+        **_QWEN35_DEFAULTS,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+}
+"""What a key that is absent stands for, by ``model_type``: files that transformers saves may leave
+out what is as in its configuration class. Source: transformers 5.24, ``configuration_*.py``."""
+
+_DRAFTER_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized:
@@ -137,7 +198,8 @@ class TargetFacts:
       config: the description, taps and ``hidden_states`` left empty.
       family: its architecture.
       rope: its rotary embedding.
-      mtp: description of the multi-token-prediction head, if it has one.
+      mtp: description of the multi-token-prediction head, if it has one that is implemented.
+      mtp_problems: why the head that it has is not implemented.
       dtype: what it says it is computed in, or None.
       stop_ids: tokens that end a sequence.
       bos_token_id, pad_token_id: or None.
@@ -148,6 +210,7 @@ class TargetFacts:
     family: Family
     rope: Rope
     mtp: MtpConfig | None
+    mtp_problems: tuple[ArtifactError, ...]
     dtype: str | None
     stop_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -174,7 +237,13 @@ class BlockFacts:
     quantized: Quantized | None
 
 
-def read_target(body: Mapping[str, Any], *, head_stored: bool, problems: Problems) -> TargetFacts:
+def read_target(
+    body: Mapping[str, Any],
+    *,
+    head_stored: bool,
+    problems: Problems,
+    remarks: Remarks | None = None,
+) -> TargetFacts:
     """Read a target's ``config.json``.
 
     Args:
@@ -182,15 +251,20 @@ def read_target(body: Mapping[str, Any], *, head_stored: bool, problems: Problem
       head_stored: whether ``lm_head.weight`` is among the tensors; decides about tied embeddings
         where the file does not say.
       problems: where to report what does not stop the reading.
+      remarks: where to report what does not stop a load.
 
     Raises:
       ArtifactError: it is not a target that is implemented.
     """
-    return _Target(body, problems).read(head_stored)
+    return _Target(body, problems, remarks or Remarks()).read(head_stored)
 
 
 def read_block(
-    body: Mapping[str, Any], kind: str, target: TargetConfig, problems: Problems
+    body: Mapping[str, Any],
+    kind: str,
+    target: TargetConfig,
+    problems: Problems,
+    remarks: Remarks | None = None,
 ) -> BlockFacts:
     """Read a block drafter's ``config.json``.
 
@@ -199,18 +273,34 @@ def read_block(
       kind: "dflash2" or "dspark".
       target: what it drafts for; widths and taps must agree.
       problems: where to report what does not stop the reading.
+      remarks: where to report what does not stop a load.
 
     Raises:
       ArtifactError: it is not a drafter that is implemented.
     """
-    return _Block(body, kind, target, problems).read()
+    return _Block(body, kind, target, problems, remarks or Remarks()).read()
+
+
+def _generation(body: Tracked) -> dict[str, Any]:
+    """Settings of decoding that older files hold beside those of the model."""
+    names = DECODING_KEYS | (GENERATION_KEYS.keys() - CONFIG_KEYS.keys())
+    return {key: body[key] for key in set(body) & names}
 
 
 class _Section:
-    """An object of the file, read key by key."""
+    """An object of the file, read key by key. Keys that are absent or null have ``defaults``."""
 
-    def __init__(self, body: Mapping[str, Any], where: str, problems: Problems):
-        self.body, self.where, self.problems = body, where, problems
+    def __init__(
+        self,
+        body: Mapping[str, Any],
+        where: str,
+        problems: Problems,
+        remarks: Remarks,
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        self.body = Tracked(body)
+        self.where, self.problems, self.remarks = where, problems, remarks
+        self.defaults = defaults or {}
 
     def at(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
@@ -219,18 +309,23 @@ class _Section:
         found = json.dumps(self.body[key])[:80] if key in self.body else "nothing"
         return ArtifactError(CONFIG, self.at(key), found, expected)
 
-    def whole(self, key: str, low: int = 1, high: int = _INT32, default: int | None = None) -> int:
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key, else ``default`` if it is null, else that of the family."""
         value = self.body.get(key)
-        if value is None and default is not None:
+        if value is not None:
+            return value
+        if default is not None and key in self.body:
             return default
+        return self.defaults.get(key, default)
+
+    def whole(self, key: str, low: int = 1, high: int = _INT32, default: int | None = None) -> int:
+        value = self.value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self.fail(key, f"an integer in {low}..{high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.body.get(key)
-        if value is None and default is not None:
-            return default
+        value = self.value(key, default)
         if (
             not isinstance(value, (int, float))
             or isinstance(value, bool)
@@ -247,59 +342,83 @@ class _Section:
             expected = " or ".join(json.dumps(a) for a in allowed)
             self.problems.append(self.fail(key, expected))
 
-    def known(self, keys: set[str]) -> None:
-        for key in sorted(self.body.keys() - keys):
-            expected = "one of " + ", ".join(sorted(keys))
-            self.problems.report(CONFIG, self.at(key), "an unknown key", expected)
+    def inert(self, *keys: str) -> None:
+        """These keys have no effect beside others that have been read."""
+        self.body.read.update(keys)
 
-    def section(self, key: str) -> _Section:
+    def report_unread(self, harmless: Mapping[str, str]) -> None:
+        """Remark on keys that nothing has read."""
+        report_unread(self.body, self.where, CONFIG, harmless, self.remarks)
+
+    def known(self, keys: Collection[str]) -> None:
+        """Report every other key. One whose value is null asks for nothing and is noted."""
+        for key in sorted(self.body.keys() - set(keys)):
+            if self.body[key] is None:
+                self.remarks.note(CONFIG, f"{self.at(key)} is null: not a setting that is known")
+            else:
+                expected = "one of " + ", ".join(sorted(keys))
+                self.problems.report(CONFIG, self.at(key), "an unknown key", expected)
+
+    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> _Section:
         value = self.body.get(key)
         if not isinstance(value, dict):
             raise self.fail(key, "an object")
-        return _Section(value, self.at(key), self.problems)
+        return _Section(value, self.at(key), self.problems, self.remarks, defaults)
 
     def token(self, key: str, vocab: int) -> int | None:
-        if self.body.get(key) is None:
-            return None
-        return self.whole(key, 0, vocab - 1)
+        """A token that nothing here acts on: what is no token is noted."""
+        value = self.value(key)
+        if value is None or (is_integer(value) and 0 <= value < vocab):
+            return value
+        text = f"{self.at(key)} is {shown(value)}, not a token in 0..{vocab - 1}: it is not used"
+        self.remarks.note(CONFIG, text)
+        return None
 
-    def tokens(self, key: str, vocab: int) -> tuple[int, ...]:
-        value = self.body.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        good = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids)
-        if not good:
-            raise self.fail(key, f"a token id in 0..{vocab - 1}, or a list of them")
-        return tuple(dict.fromkeys(ids))
+    def stop_ids(self, vocab: int) -> tuple[int, ...]:
+        value = self.body.get("eos_token_id")
+        if "eos_token_id" not in self.body:
+            value = self.defaults.get("eos_token_id")
+        return stop_ids(value, self.at("eos_token_id"), CONFIG, vocab, self.remarks)
 
     def dtype(self) -> str | None:
-        value = self.body.get("dtype", self.body.get("torch_dtype"))
-        if value is not None and value not in DTYPES:
-            key = "dtype" if "dtype" in self.body else "torch_dtype"
+        """The dtype that the file names; None: none, or that of the stored tensors."""
+        key = next((k for k in ("dtype", "torch_dtype") if self.body.get(k) is not None), None)
+        if key is None:
+            return None
+        self.inert("torch_dtype")  # the older name, beside the newer
+        value = self.body[key]
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name == "auto":
+            return None
+        if name not in DTYPES:
             raise self.fail(key, "one of " + ", ".join(DTYPES))
-        return value
+        return name
 
     def rope(self, keys: set[str], kinds: tuple[str, ...]) -> tuple[Rope, _Section]:
         """The rotary embedding, of the newer or the older spelling."""
         if self.body.get("rope_parameters") is not None:
             inner = self.section("rope_parameters")
+            self.only("rope_scaling", {}, self.body["rope_parameters"])
         else:
             scaling = self.body.get("rope_scaling") or {}
             if not isinstance(scaling, dict):
                 raise self.fail("rope_scaling", "an object")
-            body = {**scaling, "rope_theta": self.body.get("rope_theta")}
-            inner = _Section(body, self.at("rope_scaling"), self.problems)
-        kind = inner.body.get("rope_type", inner.body.get("type", "default"))
+            where = self.at("rope_scaling")
+            inner = _Section(dict(scaling), where, self.problems, self.remarks)
+        theta = self.value("rope_theta")  # beside an object that may hold it, too
+        inner.defaults = {} if theta is None else {"rope_theta": theta}
+        kind = inner.value("rope_type") or inner.value("type") or "default"
         if kind not in kinds:
             raise ArtifactError(CONFIG, inner.at("rope_type"), json.dumps(kind), " or ".join(kinds))
         inner.known(keys | (_YARN_ROPE if kind == "yarn" else set()))
-        inner.number("rope_theta")
         if kind == "yarn":
             inner.number("factor")
             inner.whole("original_max_position_embeddings")
             for key in ("beta_fast", "beta_slow", "attention_factor"):
                 inner.number(key, 1.0)
             inner.only("truncate", True, False)
-        return Rope.of_json({**inner.body, "rope_type": kind}), inner
+        said = {**inner.body, "rope_type": kind, "rope_theta": inner.number("rope_theta")}
+        return Rope.of_json(said), inner
 
     def quantized(self) -> Quantized | None:
         """How matrices are stored in few bits: of compressed-tensors' ways, two are implemented."""
@@ -308,7 +427,8 @@ class _Section:
         whole = self.section("quantization_config")
         whole.only("quant_method", "compressed-tensors")
         whole.only("format", "int-quantized", "pack-quantized")
-        whole.only("kv_cache_scheme", None)
+        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+            whole.only(key, {} if key != "kv_cache_scheme" else None)
         bits = 4 if whole.body.get("format") == "pack-quantized" else 8
         groups = whole.section("config_groups")
         sizes: dict[int | None, None] = {}
@@ -323,47 +443,79 @@ class _Section:
             weights.only("dynamic", False)
             weights.only("actorder", None, "static", "weight")  # "group" permutes the inputs
             weights.only("strategy", "channel", "tensor" if bits == 8 else "group")
+            weights.only("block_structure")
             grouped = weights.body.get("strategy") == "group"
             sizes[weights.whole("group_size") if grouped else None] = None
+            weights.inert("group_size", "scale_dtype", "zp_dtype")  # the stored tensors decide
+            group.only("format", whole.body.get("format"))
+            group.report_unread(QUANTIZATION_KEYS)
+            weights.report_unread(QUANTIZATION_KEYS)
+        whole.report_unread(QUANTIZATION_KEYS)
         if len(sizes) > 1:
             raise groups.fail("group_size", f"the same everywhere, not {list(sizes)}")
         return Quantized(bits=bits, group=next(iter(sizes), None))
 
 
 class _Target:
-    def __init__(self, body: Mapping[str, Any], problems: Problems):
-        self.top = _Section(body, "", problems)
+    def __init__(self, body: Mapping[str, Any], problems: Problems, remarks: Remarks):
+        self.problems = problems
         name = body.get("model_type")
         alone = {f"{n}_text": f for n, f in FAMILIES.items() if f.composite}
-        if not isinstance(name, str) or name not in {**FAMILIES, **alone}:
-            raise self.top.fail("model_type", "one of " + ", ".join({**FAMILIES, **alone}))
-        if name in alone:  # the text model without the one it is a part of
-            self.family = dataclasses.replace(alone[name], composite=False)
-        else:
-            self.family = FAMILIES[name]
-        self.text = self.top.section("text_config") if self.family.composite else self.top
+        known = {**FAMILIES, **alone}
+        self.top = _Section(body, "", problems, remarks)
+        if not isinstance(name, str) or name not in known:
+            raise self.top.fail("model_type", "one of " + ", ".join(known))
+        defaults = _DEFAULTS[known[name].model_type]
+        if known[name].composite and name not in alone:
+            self.family = known[name]
+            self.text = self.top.section("text_config", defaults)
+        else:  # the text model without the one it may be a part of
+            self.family = dataclasses.replace(known[name], composite=False)
+            self.text = self.top
+            self.top.defaults = defaults
         self.hybrid = self.family.gated
 
     def read(self, head_stored: bool) -> TargetFacts:
         text, top = self.text, self.top
         for section in {id(s): s for s in (top, text)}.values():
             section.only("hidden_act", "silu")
-            for key in ("attention_bias", "mlp_bias"):
+            for key in ("attention_bias", "mlp_bias", "is_encoder_decoder", "add_cross_attention"):
                 section.only(key, False)
+            section.only("pruned_heads", {}, [])
         if top is not text and text.body.get("quantization_config") is not None:
             raise text.fail("quantization_config", "none here: it stands outside")
         text.only("attn_output_gate", self.family.gated)
         width, vocab = text.whole("hidden_size"), text.whole("vocab_size")
-        count = text.whole("num_hidden_layers", high=4096)
-        eps = text.number("rms_norm_eps", 1e-6)
-        layers = self._layers(count)
+        eps = text.number("rms_norm_eps")
+        attention, rope = self._attention(width, eps)
+        config = self._config(width, vocab, eps, attention, head_stored)
+        mtp, mtp_problems = self._mtp(config, attention)
+        facts = TargetFacts(
+            config=config,
+            family=self.family,
+            rope=rope,
+            mtp=mtp,
+            mtp_problems=mtp_problems,
+            dtype=self._dtype(),
+            stop_ids=text.stop_ids(vocab) or top.stop_ids(vocab),
+            bos_token_id=text.token("bos_token_id", vocab),
+            pad_token_id=text.token("pad_token_id", vocab),
+            quantized=top.quantized(),
+        )
+        self._report()
+        return facts
+
+    def _config(
+        self, width: int, vocab: int, eps: float, attention: AttentionConfig, head_stored: bool
+    ) -> TargetConfig:
+        text = self.text
+        layers = self._layers(text.whole("num_hidden_layers", high=4096))
         if not {"attention", "sliding"} & set(layers):
             raise text.fail("layer_types", "at least one full_attention")
-        attention, rope = self._attention(width, eps)
         sliding = None
         if "sliding" in layers:
             sliding = dataclasses.replace(attention, window=text.whole("sliding_window"))
-        config = TargetConfig(
+        return TargetConfig(
             vocab_size=vocab,
             width=width,
             layers=layers,
@@ -375,31 +527,37 @@ class _Target:
             tied=self._tied(head_stored),
             context_length=text.whole("max_position_embeddings", high=MAX_POSITIONS),
         )
-        return TargetFacts(
-            config=config,
-            family=self.family,
-            rope=rope,
-            mtp=self._mtp(config, attention),
-            dtype=top.dtype() or text.dtype(),
-            stop_ids=text.tokens("eos_token_id", vocab) or top.tokens("eos_token_id", vocab),
-            bos_token_id=text.token("bos_token_id", vocab),
-            pad_token_id=text.token("pad_token_id", vocab),
-            quantized=top.quantized(),
-        )
+
+    def _report(self) -> None:
+        """Remark on what has not been read."""
+        for section in {id(s): s for s in (self.top, self.text)}.values():
+            generation = _generation(section.body)
+            report_generation(generation, CONFIG, self.top.remarks, where=section.where, known=())
+            section.inert(*generation)
+            section.report_unread(CONFIG_KEYS)
+
+    def _dtype(self) -> str | None:
+        """That of the whole, which the part repeats."""
+        outer, inner = self.top.dtype(), self.text.dtype()
+        return outer or inner
 
     def _layers(self, count: int) -> tuple[LayerKind, ...]:
         text = self.text
         kinds = {word: kind for kind, word in self.family.kinds}
         windowed = "sliding_attention" in kinds and text.body.get("use_sliding_window")
         text.only("use_sliding_window", False, *([True] if "sliding_attention" in kinds else []))
+        if not windowed:
+            text.inert("sliding_window", "max_window_layers")
         names = text.body.get("layer_types")
+        if names is not None:
+            text.inert("full_attention_interval", "max_window_layers")
         if names is None and self.hybrid:
-            every = text.whole("full_attention_interval", default=4)
+            every = text.whole("full_attention_interval")
             names = [
                 "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
             ]
         elif names is None:
-            first = text.whole("max_window_layers", 0, default=28) if windowed else count
+            first = text.whole("max_window_layers", 0) if windowed else count
             names = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
         if (
             not isinstance(names, list)
@@ -417,13 +575,13 @@ class _Target:
         kv_heads = text.whole("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise text.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
-        if text.body.get("head_dim") is None and width % heads:
+        if text.value("head_dim") is None and width % heads:
             raise text.fail("head_dim", "an integer")
-        head_dim = text.whole("head_dim", default=width // heads)
+        head_dim = text.whole("head_dim") if text.value("head_dim") is not None else width // heads
         keys = _PLAIN_ROPE | (_MROPE if self.hybrid else set())
         rope, section = text.rope(keys, ("default",))
         fraction = 0.25 if self.hybrid else 1.0
-        if "partial_rotary_factor" in section.body:
+        if section.body.get("partial_rotary_factor") is not None:
             fraction = section.number("partial_rotary_factor")
         elif text.body.get("partial_rotary_factor") is not None:
             fraction = text.number("partial_rotary_factor")
@@ -487,14 +645,29 @@ class _Target:
             raise self.text.fail("tie_word_embeddings", "true or false, the same everywhere")
         return said[0] if said else not head_stored
 
-    def _mtp(self, config: TargetConfig, attention: AttentionConfig) -> MtpConfig | None:
+    def _mtp(
+        self, config: TargetConfig, attention: AttentionConfig
+    ) -> tuple[MtpConfig | None, tuple[ArtifactError, ...]]:
+        """The head that the settings describe, or why it is not implemented.
+
+        The target does not depend on it, so what is wrong with it is no problem of the target.
+        """
         text = self.text
         if not self.hybrid:
-            return None
-        text.only("mtp_use_dedicated_embeddings", False)
-        if text.whole("mtp_num_hidden_layers", 0, 1, default=0) == 0:
-            return None
-        return MtpConfig(
+            text.inert("mtp_num_hidden_layers")
+            return None, ()
+        problems = Problems()
+        apart = _Section(text.body, text.where, problems, text.remarks)
+        apart.only("mtp_use_dedicated_embeddings", False)
+        text.inert("mtp_use_dedicated_embeddings", "mtp_num_hidden_layers")
+        try:
+            if apart.whole("mtp_num_hidden_layers", 0, 1, default=0) == 0:
+                return None, ()
+        except ArtifactError as error:
+            problems.append(error)
+        if problems:
+            return None, tuple(problems)
+        head = MtpConfig(
             vocab_size=config.vocab_size,
             width=config.width,
             attention=attention,
@@ -502,35 +675,42 @@ class _Target:
             norm_eps=config.norm_eps,
             context_length=config.context_length,
         )
+        return head, ()
 
 
 class _Block:
     def __init__(
-        self, body: Mapping[str, Any], kind: str, target: TargetConfig, problems: Problems
+        self,
+        body: Mapping[str, Any],
+        kind: str,
+        target: TargetConfig,
+        problems: Problems,
+        remarks: Remarks,
     ):
         self.kind, self.target, self.problems = kind, target, problems
-        self.top = _Section(body, "", problems)
+        self.top = _Section(body, "", problems, remarks, _DRAFTER_DEFAULTS)
         self.top.known(_DRAFTER | _BLOCK[kind])
-        inner = body.get("dflash_config", {})
+        inner = {} if body.get("dflash_config") is None else body["dflash_config"]
         if not isinstance(inner, dict):
             raise self.top.fail("dflash_config", "an object")
-        _Section(inner, "dflash_config", problems).known(_BLOCK[kind])
+        _Section(inner, "dflash_config", problems, remarks).known(_BLOCK[kind])
         for key in sorted(_BLOCK[kind] & inner.keys() & body.keys()):
             if inner[key] != body[key]:
                 problems.append(self.top.fail(key, f"{json.dumps(inner[key])}, of dflash_config"))
         outer = {key: body[key] for key in _BLOCK[kind] & body.keys()}
-        self.block = _Section({**outer, **inner}, "dflash_config", problems)
+        self.block = _Section({**outer, **inner}, "dflash_config", problems, remarks)
 
     def read(self) -> BlockFacts:
         top, block, target = self.top, self.block, self.target
         dflash2 = self.kind == "dflash2"
         top.only("hidden_act", "silu")
         top.only("attention_bias", False)
+        top.only("mlp_bias", False)
         top.only("is_causal", False)
         self._agree("hidden_size", target.width)
         self._agree("vocab_size", target.vocab_size)
         layers = top.whole("num_hidden_layers", high=4096)
-        eps = top.number("rms_norm_eps", 1e-6)
+        eps = top.number("rms_norm_eps")
         taps = self._taps()
         size = block.whole("block_size", 2 if dflash2 else 1, 4096)
         kinds = ("default",) if dflash2 else ("default", "yarn")

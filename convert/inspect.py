@@ -74,7 +74,7 @@ class Report:
         of pages and batches.
       files: bytes of every file in the folder.
       problems: everything that would make loading refuse it.
-      notes: what is fine and worth knowing.
+      notes: what is fine and worth knowing, and what files ask for and do not get.
     """
 
     folder: Path
@@ -127,11 +127,7 @@ def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Rep
     folder = Path(folder)
     if is_checkpoint(folder):
         return inspect_checkpoint(folder, drafter)
-    if drafter is not None and folder.is_dir():
-        raise ValueError(
-            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
-        )
-    return inspect_artifact(folder)
+    return inspect_artifact(folder, drafter)
 
 
 def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) -> Report:
@@ -191,6 +187,7 @@ def _stored_part(
 
 
 def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
+    yield from plan.remarks.all
     others = [kind for kind in plan.drafters if kind != plan.kind]
     if others:
         yield f"drafters that were not looked at: {', '.join(others)}"
@@ -209,16 +206,21 @@ def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
             )
 
 
-def inspect_artifact(folder: str | Path) -> Report:
+def inspect_artifact(folder: str | Path, drafter: str | Path | None = None) -> Report:
     """Read everything about an artifact but its weights.
 
     Never raises for a bad artifact: what is wrong is in the report.
 
+    Args:
+      folder: as in :func:`convert.load_artifact`.
+      drafter: likewise.
+
     Raises:
       FileNotFoundError: there is no such folder.
+      ValueError: there is no such drafter.
     """
     folder = Path(folder)
-    plan = plan_artifact(folder)
+    plan = plan_artifact(folder, drafter=drafter)
     config = plan.config
     target = plan.target
     section = plan.section
@@ -307,7 +309,7 @@ def _notes(plan: Plan, has_drafter: bool) -> list[str]:
     config, target, drafter = plan.config, plan.target, plan.drafter
     if config is None:
         return notes
-    notes += [f"{path} is not used" for path in config.ignored]
+    notes += config.remarks.all
     if target is not None and target.config.context_length < config.context_length:
         notes.append(
             f"the rotary tables cover {target.config.context_length} positions, less than "

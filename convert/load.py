@@ -41,6 +41,7 @@ class Loaded:
       folder: where it came from.
       stored_bytes: bytes read from disk, for ``"target"`` and ``"drafter"``.
       weight_bytes: bytes of the arrays, likewise.
+      warnings: what the files ask for and do not get.
     """
 
     target_config: TargetConfig
@@ -59,11 +60,13 @@ class Loaded:
     folder: Path
     stored_bytes: Mapping[str, int]
     weight_bytes: Mapping[str, int]
+    warnings: tuple[str, ...] = ()
 
 
 def load_artifact(
     folder: str | Path,
     *,
+    drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
     packed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -75,6 +78,8 @@ def load_artifact(
 
     Args:
       folder: holds ``genai_config.json`` and the files it names.
+      drafter: "none" for the target alone; nothing is then read of a drafter. Default: the one that
+        the artifact has, which its kind names, too.
       dtype: float dtype of weights and activations. Default: the stored one, for the target and
         for the drafter on its own (a bfloat16 drafter stays bfloat16 under a float16 target).
         Rotary tables of the target and the gates of its delta nets are float32 always.
@@ -84,11 +89,11 @@ def load_artifact(
     Raises:
       ArtifactError: with every problem found.
       FileNotFoundError: there is no such folder.
-      ValueError: ``dtype`` is not a float dtype that is supported.
+      ValueError: ``dtype`` is not a float dtype that is supported, or there is no such drafter.
     """
     if dtype is not None and _dtype_name(dtype) not in _DTYPES:
         raise ValueError(f"dtype {_dtype_name(dtype)!r} is not one of {', '.join(_DTYPES)}")
-    plan = plan_artifact(Path(folder), dtype, packed=packed)
+    plan = plan_artifact(Path(folder), dtype, packed=packed, drafter=drafter)
     plan.problems.raise_any()
     try:
         return _build(plan, progress)
@@ -170,4 +175,5 @@ def _build(plan: Plan, progress: Callable[[int, int, str], None] | None) -> Load
         folder=plan.folder,
         stored_bytes=stored,
         weight_bytes=weights,
+        warnings=tuple(config.remarks.warnings),
     )

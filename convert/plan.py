@@ -83,16 +83,24 @@ class Plan:
         return min(lengths)
 
 
-def plan_artifact(folder: Path, dtype: DTypeLike | None = None, *, packed: bool = False) -> Plan:
+def plan_artifact(
+    folder: Path,
+    dtype: DTypeLike | None = None,
+    *,
+    packed: bool = False,
+    drafter: str | Path | None = None,
+) -> Plan:
     """Read and check an artifact.
 
     Args:
       folder: the artifact's folder.
       dtype: of the modules; default: the stored one of target and drafter.
       packed: keep quantized matrices packed where :func:`convert.build.pack` can.
+      drafter: "none", or the kind of the one there is. Default: that one, if there is one.
 
     Raises:
-      FileNotFoundError: no such folder. Everything else becomes a problem of the plan.
+      FileNotFoundError: no such folder. What is wrong with the files becomes a problem of the plan.
+      ValueError: there is no such drafter.
     """
     problems = Problems()
     plan = Plan(folder, problems, DataFiles(folder))
@@ -104,9 +112,16 @@ def plan_artifact(folder: Path, dtype: DTypeLike | None = None, *, packed: bool 
             problems.extend(error.problems)
             return None
 
-    plan.config = config = attempt(lambda: read_config(folder, problems))
+    alone = drafter == "none"
+    plan.config = config = attempt(lambda: read_config(folder, problems, alone=alone))
     if config is None:
         return plan
+    kind = config.drafter.kind if config.drafter else "none"
+    if drafter not in (None, "none", kind):
+        raise ValueError(
+            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from, and this "
+            f"artifact has {kind!r}"
+        )
     plan.target_graph = graph = attempt(lambda: Graph(config.decoder.path, plan.files))
     section = config.drafter
     if section is not None:
@@ -125,15 +140,15 @@ def plan_artifact(folder: Path, dtype: DTypeLike | None = None, *, packed: bool 
     if section is None or drafter_graph is None:
         return plan
     read = _READERS[section.kind]
-    plan.drafter = drafter = attempt(
+    plan.drafter = found = attempt(
         lambda: read(drafter_graph, config, section, target.dtype, problems)
     )
-    if drafter is None:
+    if found is None:
         return plan
-    check_contract(config, section, graph, target, drafter_graph, drafter, problems)
-    module, compute = _MODULES[section.kind], _dtype(dtype, drafter.dtype)
+    check_contract(config, section, graph, target, drafter_graph, found, problems)
+    module, compute = _MODULES[section.kind], _dtype(dtype, found.dtype)
     plan.drafter_shell = attempt(
-        lambda: _shell(drafter_graph, module, drafter.config, drafter.recipes, compute, packed)
+        lambda: _shell(drafter_graph, module, found.config, found.recipes, compute, packed)
     )
     return plan
 

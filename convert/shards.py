@@ -9,34 +9,68 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from convert.errors import ArtifactError
-from convert.graph import BFLOAT16, FLOAT, FLOAT16, INT8, INT32, INT64, DataFiles, Place, Tensor
+from convert.graph import (
+    BFLOAT16,
+    FLOAT,
+    FLOAT16,
+    FLOATS,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
+    DataFiles,
+    Place,
+    Tensor,
+)
 from convert.paths import contained
+from convert.unused import Remarks
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 
+# The format's types, in ONNX's numbers. Parameters are made of some of them; see checkpoint.py.
 _TYPES = {
     "F32": FLOAT,
     "F16": FLOAT16,
     "BF16": BFLOAT16,
+    "F64": 11,
+    "F8_E4M3": 17,
+    "F8_E5M2": 19,
     "I8": INT8,
+    "U8": UINT8,
+    "I16": 5,
+    "U16": 4,
     "I32": INT32,
+    "U32": 12,
     "I64": INT64,
+    "U64": 13,
+    "BOOL": 9,
 }
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I64": 8}
+_BYTES = {
+    name: 1 if name.startswith("F8") or name == "BOOL" else int(name.lstrip("BFIU")) // 8
+    for name in _TYPES
+}
+Array = np.ndarray
+
 _MAX_JSON_BYTES = 1 << 26
 
+_COMPARED = 1 << 20
+"""Bytes that are compared at once."""
 
-def read_tensors(folder: Path, files: DataFiles) -> dict[str, Tensor]:
+
+def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in ``folder``, by name.
 
     Args:
       folder: holds ``model.safetensors``, or shards and their index.
       files: where maps are kept.
+      remarks: destination of what does not stop a load.
 
     Raises:
       ArtifactError: a file is missing, is not what it says, or leaves the folder; the index and
@@ -51,14 +85,57 @@ def read_tensors(folder: Path, files: DataFiles) -> dict[str, Tensor]:
     shards: dict[str, dict[str, Tensor]] = {}
     for file in sorted(set(weight_map.values())):
         shards[file] = _read_shard(locate(folder, file, INDEX, "weight_map"), file, files)
-    found = {name: file for file, shard in shards.items() for name in shard}
+    for name, file in sorted(weight_map.items()):
+        if name not in shards[file]:
+            raise ArtifactError(INDEX, f"weight_map, {name}", f"no such tensor in {file}", "one")
     for file, shard in shards.items():
         for name in sorted(shard.keys() - {n for n, f in weight_map.items() if f == file}):
-            raise ArtifactError(file, f"tensor {name}", "a tensor", f"none, as {INDEX} says")
-    for name, file in sorted(weight_map.items()):
-        if name not in found:
-            raise ArtifactError(INDEX, f"weight_map, {name}", f"no such tensor in {file}", "one")
+            listed = weight_map.get(name)
+            if listed is None:
+                raise ArtifactError(file, f"tensor {name}", "a tensor", f"none, as {INDEX} says")
+            if not same_numbers(shard[name], shards[listed][name]):
+                expected = f"those of {listed}, which {INDEX} names"
+                raise ArtifactError(file, f"tensor {name}", "other numbers", expected)
+            remarks.note(file, f"tensor {name} is stored a second time; {listed} is read")
     return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def same_numbers(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, in the coarser of their types if they have two.
+
+    They are read a few rows at a time, and no further than the first difference.
+    """
+    if first.shape != second.shape:
+        return False
+    if first.data_type != second.data_type and not {first.data_type, second.data_type} <= {*FLOATS}:
+        return False
+    digits = {t: ml_dtypes.finfo(dtype).nmant for t, dtype in FLOATS.items()}
+    fine, coarse = sorted((first, second), key=lambda t: -digits.get(t.data_type, 0))
+    rows = max(1, _COMPARED // max(1, first.nbytes // max(1, first.shape[0] if first.shape else 1)))
+    for left, right in zip(_slices(fine, rows), _slices(coarse, rows), strict=True):
+        # Bytes, so that a number that is none equals itself.
+        if left.dtype == right.dtype and left.tobytes() == right.tobytes():
+            continue
+        with np.errstate(over="ignore"):
+            if fine.data_type not in FLOATS or not np.array_equal(left.astype(right.dtype), right):
+                return False
+    return True
+
+
+def _slices(tensor: Tensor, rows: int) -> Iterator[Array]:
+    """The rows of a tensor, some at a time; their pages are dropped once they have been used.
+
+    Numbers of types that no parameter is made of come as bytes.
+    """
+    assert tensor.place is not None
+    count = tensor.shape[0] if tensor.shape else 1
+    width = tensor.nbytes // max(1, count)
+    dtype = FLOATS.get(tensor.data_type, np.dtype(np.uint8))
+    for start in range(0, count, rows):
+        size = min(rows, count - start) * width
+        at = tensor.place.offset + start * width
+        yield tensor.files.view(tensor.place.path, at, size).view(dtype)
+        tensor.release(start * width, size)
 
 
 def read_json(folder: Path, name: str) -> Mapping[str, object]:

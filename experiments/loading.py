@@ -62,7 +62,7 @@ print(json.dumps([times[0] - times[1]]))
 
 
 def run(program: str, *arguments: str) -> list[float]:
-    """Return the last line that a fresh Python prints."""
+    """What a fresh Python prints as its last line."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True
     )
@@ -70,7 +70,7 @@ def run(program: str, *arguments: str) -> list[float]:
 
 
 def measure(name: str, folder: Path, repeats: int) -> list[object]:
-    """Measure one artifact, and return its row of the table."""
+    """One row of the table."""
     pairs = [(run(READ, str(folder)), run(LOAD, str(folder))) for _ in range(repeats)]
     reading = statistics.median(r[0] for r, _ in pairs)
     loading = statistics.median(load[0] for _, load in pairs)

@@ -1,14 +1,14 @@
-"""How many tokens per second do the engine and static batches produce?
+"""How many tokens a second come out of the engine, and out of static batches?
 
     python experiments/throughput.py                        # the first family
     python experiments/throughput.py NAME=FOLDER            # any artifact
     python experiments/throughput.py NAME=FOLDER --ort      # and onnxruntime-genai on the same one
 
-All run the same requests: prompts of one length, outputs of many lengths. At each concurrency c the
-engine has c rows and takes the next request when one is finished. `generate` and onnxruntime-genai
-run batches of c, each until its longest row is finished; onnxruntime-genai batches prompts of one
-length. Tokens past the end of a request are not counted. All run in one process, in turn, greedily,
-without the engine's prefix cache, since every repeat has the same prompts. `--ort` needs
+The same requests for everybody: prompts of one length, outputs of many. At each concurrency c the
+engine has c rows and takes the next request when one is over; `generate` runs batches of c, each
+until its longest row is over, and so does onnxruntime-genai, which batches prompts of one length.
+Tokens past what a request wanted are not counted. In one process, in turn, greedily; prefixes are
+not remembered, since every repeat has the same prompts. `--ort` needs
 `pip install onnxruntime-genai==0.18.0`, and an artifact with a dense cache for the CPU.
 """
 
@@ -28,13 +28,13 @@ from jaxdraft import Engine, Model
 
 
 class Workload:
-    """Requests: prompts [n, size], and the number of new tokens of each.
+    """Requests: prompts [n, size] and how many tokens each wants.
 
     Args:
-      model: model to run; prompts are pieces of held-out files for the first family, else random.
-      requests: number of requests, n.
-      size: tokens per prompt.
-      tokens: largest number of new tokens per request; the least is a quarter of it.
+      model: the model; the first family gets pieces of its held-out files, any other random ids.
+      requests: n.
+      size: tokens of a prompt.
+      tokens: the most a request wants; the least is a quarter of it.
     """
 
     def __init__(self, model: Model, requests: int, size: int, tokens: int) -> None:
@@ -50,11 +50,11 @@ class Workload:
 
     @property
     def total(self) -> int:
-        """Number of new tokens of all requests together."""
+        """Tokens that all requests want together."""
         return sum(self.wanted)
 
     def batches(self, size: int) -> list[tuple[list[list[int]], list[int]]]:
-        """Yield prompts and lengths of ``size`` requests at a time, the last batch filled up."""
+        """Prompts and wishes of ``size`` requests at a time, the last batch filled up."""
         pairs = list(zip(self.prompts, self.wanted, strict=True))
         pairs += [(self.prompts[0], 1)] * (-len(pairs) % size)
         parts = (pairs[i : i + size] for i in range(0, len(pairs), size))
@@ -64,7 +64,7 @@ class Workload:
 def with_engine(
     model: Model, work: Workload, rows: int, drafter: str, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """Return a run of the engine with ``rows`` rows."""
+    """The engine, with ``rows`` rows."""
     longest = max(len(p) + n for p, n in zip(work.prompts, work.wanted, strict=True))
     engine = Engine(model, max_batch=rows, drafter=drafter, context=longest, prefix_cache=False)
 
@@ -84,15 +84,15 @@ def with_engine(
 def with_generate(
     model: Model, work: Workload, rows: int, drafter: str, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """Return a run of static batches of ``rows``, each until its longest row is finished."""
+    """Static batches of ``rows``, each until its longest row is over."""
 
     def run() -> None:
-        outputs: list[list[int]] = []
+        said: list[list[int]] = []
         for prompts, wanted in work.batches(rows):
-            outputs += jaxdraft.generate(
+            said += jaxdraft.generate(
                 model, prompts, max_new_tokens=wanted, stop_ids=(), drafter=drafter
             ).ids()
-        found[f"generate {drafter}"] = outputs[: len(work.prompts)]
+        found[f"generate {drafter}"] = said[: len(work.prompts)]
 
     return run
 
@@ -100,14 +100,14 @@ def with_generate(
 def with_ort(
     folder: Path, work: Workload, rows: int, threads: int, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """Return a run of onnxruntime-genai in static batches of ``rows``."""
+    """onnxruntime-genai, static batches of ``rows``."""
     import onnxruntime_genai as og
     from ort_baseline import OrtBaseline
 
     model = OrtBaseline(folder, threads=threads)._model
 
     def run() -> None:
-        outputs: list[list[int]] = []
+        said: list[list[int]] = []
         for prompts, wanted in work.batches(rows):
             ids = np.asarray(prompts, np.int32)
             params = og.GeneratorParams(model)
@@ -123,14 +123,14 @@ def with_ort(
                 generator.generate_next_token()
             for row, count in enumerate(wanted):
                 tokens = generator.get_sequence(row)[ids.shape[1] :]
-                outputs.append([int(t) for t in tokens[:count]])
-        found["onnxruntime-genai"] = outputs[: len(work.prompts)]
+                said.append([int(t) for t in tokens[:count]])
+        found["onnxruntime-genai"] = said[: len(work.prompts)]
 
     return run
 
 
 def compare(args: argparse.Namespace, name: str, folder: Path) -> str:
-    """Measure one artifact, and return its table."""
+    """The table of one artifact."""
     model = jaxdraft.load(folder)
     work = Workload(model, args.requests, args.prompt, args.tokens)
     drafters = ["none"] + ([model.info.drafter] if model.info.drafter != "none" else ["ngram"])
@@ -163,14 +163,7 @@ def compare(args: argparse.Namespace, name: str, folder: Path) -> str:
                     f"{same} of {len(truth)}",
                 ]
             )
-    head = [
-        "at once",
-        "runtime",
-        "tokens/s",
-        "against generate none",
-        "tokens per round",
-        "same outputs",
-    ]
+    head = ["at once", "who", "tokens/s", "against generate none", "tokens a round", "same outputs"]
     shape = (
         f"{args.requests} requests of {args.prompt} prompt tokens and {min(work.wanted)} to "
         f"{max(work.wanted)} new ones, {work.total} in all"

@@ -31,7 +31,7 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.kernels.choice import with_kernels
-from jaxdraft.model import EMBEDDED, SMOLLM2_DRAFTER, Model, ModelInfo, load
+from jaxdraft.model import EMBEDDED, SMOLLM2_DRAFTER, LoadWarning, Model, ModelInfo, load
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling
@@ -58,6 +58,7 @@ __all__ = [
     "FallbackDrafter",
     "Feed",
     "Lattice",
+    "LoadWarning",
     "Logprobs",
     "Model",
     "ModelInfo",

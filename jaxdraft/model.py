@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ EMBEDDED = Path(__file__).parent / "data" / "family"
 
 SMOLLM2_DRAFTER = Path(__file__).parent / "data" / "smollm2"
 """A trained DFlash2 drafter for SmolLM2-135M-Instruct; the target does not come with it."""
+
+
+class LoadWarning(UserWarning):
+    """A model was loaded, and not with everything that its files ask for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +161,9 @@ def load(
         windows of two to six rows, which is to say one request with one to five drafts, cost less
         then, and up to five rows little more than one. See
         :class:`jaxdraft.nn.linear.BlockedLinear`.
-      drafter: which drafter of a checkpoint: its kind, "none", or its folder; "smollm2" for the one
-        that comes with this package (:data:`SMOLLM2_DRAFTER`). Default: the first there is of
-        DFlash2, DSpark and MTP. An artifact has one at most.
+      drafter: which drafter of a checkpoint: its kind, or its folder; "smollm2" for the one that
+        comes with this package (:data:`SMOLLM2_DRAFTER`); "none": none is read, whatever there is.
+        Default: the first there is of DFlash2, DSpark and MTP. An artifact has one at most.
       kernels: "xla", or "pallas" for GPU kernels that nobody has run on a GPU yet; see
         :mod:`jaxdraft.kernels`. Default: what ``JAXDRAFT_KERNELS`` says, or else "xla".
       progress: called with (bytes done, bytes in all, what is being read).
@@ -170,6 +175,10 @@ def load(
       ArtifactError: a ``ValueError`` that names the file and the tensor, node or key, and says what
         was found and what was expected.
       ValueError: an argument that this kind of folder or device has no use for.
+
+    Warns:
+      LoadWarning: the files ask for what they do not get: settings that are not applied or not
+        known, a drafter whose tensors are missing. Once, with all of them.
     """
     # The converter depends on this package, not the reverse.
     from convert import load_artifact
@@ -186,14 +195,19 @@ def load(
             )
         loaded = load_checkpoint(folder, drafter=drafter, dtype=dtype, progress=progress)
         name = Path(folder).resolve().name
+        _warn(loaded, folder)
         model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
         return choice.apply(model, kernels)
-    if drafter is not None:
-        raise ValueError(
-            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from"
-        )
-    loaded = load_artifact(folder, dtype=dtype, packed=packed, progress=progress)
+    loaded = load_artifact(folder, drafter=drafter, dtype=dtype, packed=packed, progress=progress)
+    _warn(loaded, folder)
     return choice.apply(assemble(loaded, Path(folder), blocked=blocked), kernels)
+
+
+def _warn(loaded: Any, folder: str | Path) -> None:
+    """Warn once about what the files ask for and do not get."""
+    if loaded.warnings:
+        lines = "".join(f"\n  {text}" for text in loaded.warnings)
+        warnings.warn(f"{folder} asks for what it does not get:{lines}", LoadWarning, stacklevel=3)
 
 
 def assemble(loaded: Any, folder: Path, *, name: str | None = None, blocked: bool = False) -> Model:

@@ -66,7 +66,7 @@ class Rope:
         """The inverse of :meth:`json`; the keys and their types have been checked."""
         if parameters.get("rope_type", "default") == "default":
             return cls(theta=float(parameters["rope_theta"]))
-        factor = parameters.get("attention_factor")
+        factor, truncate = parameters.get("attention_factor"), parameters.get("truncate")
         return cls(
             theta=float(parameters["rope_theta"]),
             kind="yarn",
@@ -75,7 +75,7 @@ class Rope:
             beta_fast=float(parameters.get("beta_fast") or 32),
             beta_slow=float(parameters.get("beta_slow") or 1),
             attention_factor=None if factor is None else float(factor),
-            truncate=bool(parameters.get("truncate", True)),
+            truncate=truncate is None or bool(truncate),
         )
 
     @property

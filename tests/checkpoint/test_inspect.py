@@ -149,7 +149,7 @@ def test_drafters_that_are_not_there(saved: Path) -> None:
     with pytest.raises(ValueError, match="no such drafter.*expected dflash2, dspark, mtp, none"):
         inspect_folder(saved, "eagle")
     with pytest.raises(ValueError, match="only a checkpoint has several to choose from"):
-        plan(FIRST_FAMILY, drafter="dflash2", memory="1GiB")
+        plan(FIRST_FAMILY, drafter="dspark", memory="1GiB")
     with pytest.raises(ValueError, match="a loaded model has one"):
         plan(jaxdraft.load(saved), drafter="dspark", memory="1GiB")
     with pytest.raises(FileNotFoundError):

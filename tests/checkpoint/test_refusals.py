@@ -78,16 +78,15 @@ TARGET: list[tuple[Callable[[Json], None], str]] = [
     (put(TEXT, "attn_output_gate", value=False), "attn_output_gate: found false, expected true"),
     (put(TEXT, "rms_norm_eps", value=-1.0), "rms_norm_eps: found -1.0, expected a positive"),
     (put(*ROPE, "rope_type", value="dynamic"), 'rope_parameters.rope_type: found "dynamic"'),
-    (put(*ROPE, "rope_theta", value=None), "rope_theta: found null, expected a positive number"),
+    (put(*ROPE, "rope_theta", value=0), "rope_theta: found 0, expected a positive number"),
+    (put(TEXT, "rope_scaling", value={"factor": 2.0}), "rope_scaling: found"),
     (put(*ROPE, "factor", value=2.0), "rope_parameters.factor: found an unknown key"),
     (put(*ROPE, "partial_rotary_factor", value=0.1), "partial_rotary_factor: found"),
-    (put(TEXT, "mtp_num_hidden_layers", value=2), "mtp_num_hidden_layers: found 2"),
-    (put(TEXT, "mtp_num_hidden_layers", value=0), "tensor mtp.fc.weight: found shape [32, 64]"),
-    (put(TEXT, "mtp_use_dedicated_embeddings", value=True), "mtp_use_dedicated_embeddings: found"),
     (put("quantization_config", value={"quant_method": "fp8"}), "quant_method: found"),
     (put("tie_word_embeddings", value=True), "tie_word_embeddings: found false, expected true or"),
     (put("dtype", value="float8"), 'dtype: found "float8", expected one of float32'),
-    (put(TEXT, "eos_token_id", value=48), "eos_token_id: found 48, expected a token id in 0..47"),
+    (put(TEXT, "eos_token_id", value="2"), 'eos_token_id: found "2", expected a token id in 0..4'),
+    (put(TEXT, "eos_token_id", value=[2, True]), "eos_token_id: found [2, true], expected a tok"),
     (put(TEXT, "vocab_size", value=64), "embed_tokens.weight: found shape [48, 32], expected"),
     (
         put(TEXT, "head_dim", value=8),
@@ -174,11 +173,10 @@ WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
     (
         "target",
         replaced(NORM, np.zeros(32, np.float64)),
-        "found F64, expected one of F32, F16",
+        "found DOUBLE, expected FLOAT or",
     ),
     ("target", replaced("spare", np.zeros(3, np.float32)), "tensor spare: found shape [3], exp"),
     ("target", missing("lm_head.weight"), "tensor lm_head.weight: found nothing"),
-    ("target", missing("mtp.norm.weight"), "tensor mtp.norm.weight: found nothing"),
     ("dflash2", missing("fc.weight"), "dflash2/model.safetensors: tensor fc.weight: found nothing"),
     ("dflash2", replaced("embed_tokens.weight", np.zeros((48, 32), np.float32)), "other numbers"),
     (
@@ -194,6 +192,30 @@ WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
 def test_tensors(part: str, change: Callable[[Tensors], None], message: str, copy: Path) -> None:
     edit_tensors(copy / part / "model.safetensors", change)
     assert message in refused(copy)
+
+
+HEAD: list[tuple[Callable[[Json], None], str]] = [
+    (put(TEXT, "mtp_num_hidden_layers", value=2), "mtp_num_hidden_layers: found 2"),
+    (put(TEXT, "mtp_use_dedicated_embeddings", value=True), "mtp_use_dedicated_embeddings: found"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HEAD)
+def test_settings_of_a_head(change: Callable[[Json], None], message: str, copy: Path) -> None:
+    """They matter to the head alone."""
+    edit_json(copy / "target" / "config.json", change)
+    assert message in refused(copy, drafter="mtp")
+    assert jaxdraft.load(copy).info.drafter == "dflash2"
+    assert jaxdraft.load(copy, drafter="none").info.drafter == "none"
+
+
+def test_half_a_head(copy: Path) -> None:
+    edit_tensors(copy / "target" / "model.safetensors", missing("mtp.norm.weight"))
+    assert "tensor mtp.norm.weight: found nothing" in refused(copy, drafter="mtp")
+    assert jaxdraft.load(copy, drafter="none").info.drafter == "none"
+    shutil.rmtree(copy / "dflash2")
+    shutil.rmtree(copy / "dspark")
+    assert "tensor mtp.norm.weight: found nothing" in refused(copy)
 
 
 def test_every_problem_is_named_at_once(copy: Path) -> None:
@@ -285,8 +307,8 @@ def test_settings_that_are_no_object(content: str, copy: Path) -> None:
 
 
 def test_generation_settings(copy: Path) -> None:
-    edit_json(copy / "target" / "generation_config.json", put("eos_token_id", value=[2, -1]))
-    assert "generation_config.json: eos_token_id: found [2, -1]" in refused(copy)
+    edit_json(copy / "target" / "generation_config.json", put("eos_token_id", value=[2, 1.5]))
+    assert "generation_config.json: eos_token_id: found [2, 1.5]" in refused(copy)
 
 
 # -------------------------------------------------------------------------------------- shards
@@ -314,7 +336,7 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
     named = put("weight_map", "ghost", value=files[0])
     assert f"weight_map, ghost: found no such tensor in {files[0]}" in says(named)
     moved = put("weight_map", first, value=files[1])
-    assert f"{files[0]}: tensor {first}: found a tensor, expected none" in says(moved)
+    assert f"weight_map, {first}: found no such tensor in {files[1]}" in says(moved)
     assert f"tensor {first}: found a tensor, expected none" in says(drop("weight_map", first))
     assert "weight_map: found list, expected an object" in says(put("weight_map", value=[]))
     for bad in ("../target/model.safetensors", "/etc/passwd", "no.safetensors", "a\0b"):
@@ -365,7 +387,7 @@ def test_arguments(saved: Path) -> None:
     with pytest.raises(ValueError, match="packed is True"):
         jaxdraft.load(saved, packed=True)
     with pytest.raises(ValueError, match="only a checkpoint has several"):
-        jaxdraft.load(FIRST_FAMILY, drafter="dflash2")
+        jaxdraft.load(FIRST_FAMILY, drafter="dspark")
     for dtype in ("int8", "int3"):
         with pytest.raises(ValueError, match=f"dtype is '{dtype}'; expected one of float32, "):
             jaxdraft.load(saved, dtype=dtype)

@@ -128,11 +128,8 @@ REFUSED = [
     (DFLASH2, "model.decoder.state_groups.0.kind", "other", "paged_kv"),
     (DFLASH2, "model.vocab_size", 0, "1"),
     (DFLASH2, "model.context_length", -1, "1"),
-    (DFLASH2, "model.eos_token_id", 384, "383"),
     (DFLASH2, "model.eos_token_id", [2, "3"], "383"),
     (DFLASH2, "model.eos_token_id", True, "383"),
-    (DFLASH2, "model.bos_token_id", -1, "token"),
-    (DFLASH2, "model.pad_token_id", 1000, "token"),
     (DFLASH2, "model.type", None, "name"),
     (DFLASH2, "engine.dynamic_batching.block_size", 0, "1"),
     (DFLASH2, "engine.dynamic_batching.max_batch_size", 0, "1"),
@@ -221,7 +218,10 @@ def test_keys_without_which_nothing_is_guessed(tmp_path: Path, name: str, path: 
         ("model.dflash2.mask_token_id", 383),
         ("model.eos_token_id", [2, 3, 2]),
         ("model.eos_token_id", None),
+        ("model.eos_token_id", [2, 384]),
         ("model.pad_token_id", None),
+        ("model.pad_token_id", -1),
+        ("model.bos_token_id", 1000),
         ("engine.dynamic_batching.prefix_caching", True),
     ],
 )
@@ -233,6 +233,17 @@ def test_values_that_are_accepted(tmp_path: Path, path: str, value: Any) -> None
 def test_stop_tokens_keep_their_order_and_lose_repeats(tmp_path: Path) -> None:
     folder = edit_config(copied(DFLASH2, tmp_path), setting("model.eos_token_id", [9, 2, 9]))
     assert read_config(folder, Problems()).eos_token_ids == (9, 2)
+
+
+def test_stop_tokens_that_do_not_exist(tmp_path: Path) -> None:
+    """They are never emitted."""
+    folder = edit_config(copied(DFLASH2, tmp_path), setting("model.eos_token_id", [384, 2, -1]))
+    config = read_config(folder, Problems())
+    assert config.eos_token_ids == (2,)
+    assert any("model.eos_token_id is [384, 2, -1]" in note for note in config.remarks.notes)
+    edit_config(folder, setting("model.eos_token_id", -1))
+    config = read_config(folder, Problems())
+    assert config.eos_token_ids == () and "model.eos_token_id is -1" in config.remarks.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +274,8 @@ def test_settings_of_a_drafter_elsewhere_are_named(tmp_path: Path, path: str) ->
 
 def test_unknown_keys_elsewhere_are_kept_for_the_report(tmp_path: Path) -> None:
     folder = edit_config(copied(DFLASH2, tmp_path), setting("model.decoder.surprise", 1))
-    assert read_config(folder, Problems()).ignored == ("model.decoder.surprise",)
+    (warning,) = read_config(folder, Problems()).remarks.warnings
+    assert "model.decoder.surprise is 1" in warning
 
 
 @pytest.mark.parametrize("other", ["encoder", "vision", "speech", "embedding"])
