@@ -1,18 +1,18 @@
-"""How many drafts stand? By kind of prompt and by its length, for every drafter a model has.
+"""How many drafts are accepted, by kind and length of prompt, for every drafter of a model?
 
     python experiments/acceptance.py                             # the embedded model
     python experiments/acceptance.py NAME=FOLDER                 # an artifact, or a checkpoint
     python experiments/acceptance.py NAME=FOLDER --prompts FILE  # and prompts of your own
 
-Prompts are the first tokens of Python files that the families trained here never saw
-(``train_family.HELD_OUT``), pieces from inside of them, pieces of text that is no code (the pages
-of Python's ``help()``, licences), and random tokens, after which a model is left to its own text.
-Pieces of all lengths end at the same places: longer ones only know more. ``FILE`` is JSON, or JSON
-lines, ``{"prompt": ..., "kind": ...}`` each; they go through the chat template of a model that has
-one, and end where the model stops. Everything else runs on past stops.
+Prompts are the first tokens of Python files that the families trained here were not trained on
+(``train_family.HELD_OUT``), pieces from inside these files, pieces of other text (the pages of
+Python's ``help()``, licences), and random tokens. Pieces of all lengths end at the same positions,
+so longer ones only add context. ``FILE`` is JSON, or JSON lines, with one ``{"prompt": ...,
+"kind": ...}`` per entry. Its prompts go through the model's chat template, if there is one, and
+their answers end where the model stops. All other texts continue past stop tokens.
 
-Nothing here depends on time. In float32 the greedy tokens of every drafter must be those without;
-in other types the prompts whose tokens differ are counted.
+No number here depends on time. In float32, greedy tokens must be the same with every drafter as
+without. In other types, the prompts with different tokens are counted.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Group:
     """Prompts of one kind and length.
 
     Attributes:
-      kind: for people.
-      length: tokens of each; 0: each has its own.
-      prompts: ids.
-      sources: where each is from.
-      ends: whether the model's own stops end it.
+      kind: name of the kind, for the tables.
+      length: tokens per prompt; 0 if they differ.
+      prompts: token ids.
+      sources: file or topic of each prompt.
+      ends: whether the model's own stop tokens end the text.
     """
 
     kind: str
@@ -59,10 +59,10 @@ class Group:
 
 
 def held_out(model: Model, size: int) -> dict[str, list[int]]:
-    """The held-out files, as the running Python ships them.
+    """Return the tokens of the held-out files, as the running Python ships them.
 
     Raises:
-      ValueError: one has fewer than ``size`` tokens.
+      ValueError: a file has fewer than ``size`` tokens.
     """
     assert model.text is not None
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -73,7 +73,7 @@ def held_out(model: Model, size: int) -> dict[str, list[int]]:
 
 
 def prose(model: Model) -> dict[str, dict[str, list[int]]]:
-    """Text that is no code, by kind and source."""
+    """Return text other than code, by kind and source."""
     from pydoc_data.topics import topics
 
     assert model.text is not None
@@ -89,7 +89,7 @@ def prose(model: Model) -> dict[str, dict[str, list[int]]]:
 def pieces(
     kind: str, texts: dict[str, list[int]], lengths: Sequence[int], count: int, seed: int
 ) -> Iterator[Group]:
-    """``count`` pieces of every length from texts in turn, ending at the same random places.
+    """Yield ``count`` pieces per length from texts in turn, ending at the same random positions.
 
     Raises:
       ValueError: no text is longer than the longest piece.
@@ -108,10 +108,10 @@ def pieces(
 
 
 def own_prompts(model: Model, path: Path) -> Iterator[Group]:
-    """The prompts of a JSON or JSON lines file, by kind, as the model reads them.
+    """Yield the prompts of a JSON or JSON lines file, by kind, as token ids.
 
     Raises:
-      ValueError: an entry without a prompt.
+      ValueError: an entry has no prompt.
     """
     text = path.read_text("utf-8")
     if text.lstrip().startswith("["):
@@ -129,12 +129,12 @@ def own_prompts(model: Model, path: Path) -> Iterator[Group]:
             ids = model.text.chat([{"role": "user", "content": entry["prompt"]}])
         kinds.setdefault(entry.get("kind", "questions"), []).append(ids)
     for kind, prompts in kinds.items():
-        prompts.sort(key=len)  # those that run together are of like lengths
+        prompts.sort(key=len)  # prompts of similar lengths run together
         yield Group(kind, 0, tuple(prompts), (path.name,) * len(prompts), ends=True)
 
 
 def groups(model: Model, args: argparse.Namespace) -> list[Group]:
-    """All prompts, kind by kind and length by length."""
+    """Return all prompts, kind by kind and length by length."""
     lengths, count = args.lengths, args.pieces
     files = held_out(model, max(lengths))
     found = [
@@ -159,10 +159,10 @@ def groups(model: Model, args: argparse.Namespace) -> list[Group]:
 
 
 def accepted_counts(out: Output, drafts: int, tokens: int) -> np.ndarray:
-    """How many rounds of each row accepted 0, 1, ... ``drafts`` drafts: [B, 1 + drafts].
+    """Count the rounds of each row that accepted 0, 1, ... ``drafts`` drafts: [B, 1 + drafts].
 
-    Rounds that start before ``tokens`` tokens are out count whole, later ones do not: when some
-    more tokens were asked for, each was free to draft as many as it could.
+    A round counts if it starts before ``tokens`` tokens are emitted. The run must have a limit of
+    some more tokens, so that each of these rounds could draft in full.
     """
     assert out.trace is not None
     accepted = np.asarray(out.trace.accepted)  # [B, rounds], -1 past a row's end
@@ -182,10 +182,10 @@ class Share:
 
     @classmethod
     def of(cls, above: np.ndarray, below: np.ndarray) -> Share:
-        """``sum(above) / sum(below)`` of prompts [n], which are independent; rounds are not.
+        """Return ``sum(above) / sum(below)`` over prompts [n], which are independent of each other.
 
-        The interval is Student's, of the linearised ratio: prompts differ from it by ``above -
-        ratio * below``. Where all have the same ``below`` it is the interval of a mean. Cochran,
+        Student's interval of the linearised ratio, from the residuals ``above - ratio * below`` of
+        the prompts. If all have the same ``below``, it is the interval of a mean. Source: Cochran,
         Sampling Techniques, section 6.3.
         """
         n, whole = len(below), below.sum()
@@ -202,22 +202,22 @@ class Share:
 
     @property
     def percent(self) -> str:
-        """In hundredths."""
+        """Value and half interval in percent."""
         return "-" if np.isnan(self.value) else f"{self.value:.0%} ± {100 * self.half:.0f}"
 
 
 def rate(counts: np.ndarray) -> Share:
-    """Tokens a round, the target's own included, of counts [n, 1 + K]."""
+    """Return the tokens per round, the target's own included, for counts [n, 1 + K]."""
     return Share.of(counts @ np.arange(1, counts.shape[1] + 1), counts.sum(axis=1))
 
 
 def share(counts: np.ndarray, accepted: int) -> Share:
-    """Rounds that accepted so many drafts."""
+    """Return the share of rounds that accepted exactly ``accepted`` drafts."""
     return Share.of(counts[:, accepted], counts.sum(axis=1))
 
 
-def standing(counts: np.ndarray) -> list[float]:
-    """Share of rounds in which draft k and all before it stand, for k = 1 .. K."""
+def survival(counts: np.ndarray) -> list[float]:
+    """Return the share of rounds that accepted draft k and all before it, for k = 1 .. K."""
     rounds = counts.sum(axis=0)
     return (np.cumsum(rounds[::-1])[::-1] / max(1, rounds.sum()))[1:].tolist()
 
@@ -227,12 +227,12 @@ def standing(counts: np.ndarray) -> list[float]:
 
 @dataclass(frozen=True)
 class Run:
-    """How prompts are continued.
+    """Settings for continuing prompts.
 
     Attributes:
       tokens: new tokens whose rounds count.
-      rows: prompts that run at once; one number for all kinds, so that all share their programs.
-      sampling: None: greedily.
+      rows: prompts per batch; the same for all kinds, so that they share compiled programs.
+      sampling: settings for sampling; None for greedy decoding.
       keys: seeds; each continues every prompt once.
     """
 
@@ -242,7 +242,7 @@ class Run:
     keys: tuple[int, ...] = (0,)
 
     def batches(self, group: Group) -> Iterator[tuple[slice, list[list[int]]]]:
-        """Prompts in batches of ``rows``, the last filled up with copies of its last one."""
+        """Yield batches of ``rows`` prompts; copies of the last prompt fill up the last batch."""
         for first in range(0, len(group.prompts), self.rows):
             batch = list(group.prompts[first : first + self.rows])
             yield slice(0, len(batch)), batch + batch[-1:] * (self.rows - len(batch))
@@ -250,12 +250,12 @@ class Run:
     def outputs(
         self, model: Model, drafter: Drafter, group: Group
     ) -> tuple[np.ndarray, list[list[int]]]:
-        """Counts [n, 1 + K], summed over keys, and the tokens of the last key."""
+        """Return counts [n, 1 + K], summed over keys, and the tokens of the last key."""
         drafts = drafter.draft_tokens
         sums = np.zeros((len(group.prompts), drafts + 1), np.int64)
-        said: list[list[int]] = []
+        emitted: list[list[int]] = []
         for key in self.keys:
-            said, counts = [], []
+            emitted, counts = [], []
             for number, (real, batch) in enumerate(self.batches(group)):
                 out = jaxdraft.generate(
                     model,
@@ -268,13 +268,13 @@ class Run:
                     trace=True,
                 )
                 counts.append(accepted_counts(out, drafts, self.tokens)[real])
-                said += [ids[: self.tokens] for ids in out.ids()[real]]
+                emitted += [ids[: self.tokens] for ids in out.ids()[real]]
             sums += np.concatenate(counts)
-        return sums, said
+        return sums, emitted
 
 
 Counts = dict[tuple[str, int], np.ndarray]
-"""Of a drafter, by kind and length: [prompts, 1 + K]."""
+"""Counts of a drafter, by kind and length: [prompts, 1 + K]."""
 
 
 def measure(
@@ -283,7 +283,7 @@ def measure(
     runs: dict[str, Run],
     tell: Callable[[str], None],
 ) -> tuple[dict[str, dict[str, Counts]], dict[str, int]]:
-    """Counts by mode and drafter; prompts whose greedy tokens a drafter changed, by drafter."""
+    """Return counts by mode and drafter, and the number of prompts that each drafter changed."""
     counts: dict[str, dict[str, Counts]] = {mode: {k: {} for k in found} for mode in runs}
     changed = dict.fromkeys(found, 0)
     first = next(iter(found.values()))[0]
@@ -291,10 +291,10 @@ def measure(
         plain = runs["greedy"].outputs(first, first.choose("none"), group)[1]
         for kind, (model, drafter) in found.items():
             for mode, run in runs.items():
-                sums, said = run.outputs(model, drafter, group)
+                sums, drafted = run.outputs(model, drafter, group)
                 counts[mode][kind][group.kind, group.length] = sums
                 if mode == "greedy":
-                    pairs = zip(plain, said, strict=True)
+                    pairs = zip(plain, drafted, strict=True)
                     changed[kind] += sum(a != b for a, b in pairs)
         rates = [f"{k} {rate(counts['greedy'][k][group.kind, group.length])}" for k in found]
         tell(f"{group.kind}, {group.length or 'own'}: {', '.join(rates)}")
@@ -305,12 +305,12 @@ def measure(
 
 
 def pooled(counts: Counts, kinds: Sequence[str]) -> np.ndarray:
-    """Counts of these kinds, summed over lengths: prompts of one place are one observation."""
+    """Sum the counts of these kinds over lengths: prompts of one position are one observation."""
     return np.concatenate([sum(c for (k, _), c in counts.items() if k == kind) for kind in kinds])
 
 
 def report(prompts: list[Group], counts: dict[str, dict[str, Counts]]) -> str:
-    """Tables in Markdown: by kind and length, by position, by file."""
+    """Return tables in Markdown: by kind and length, by position, by file."""
     parts: list[str] = []
     for mode, drafters in counts.items():
         rows, ends = [], []
@@ -325,16 +325,16 @@ def report(prompts: list[Group], counts: dict[str, dict[str, Counts]]) -> str:
             [kind, drafter, *cells, *[""] * (width - len(cells))]
             for kind in dict.fromkeys(group.kind for group in prompts)
             for drafter, of in drafters.items()
-            for cells in [[f"{s:.0%}" for s in standing(pooled(of, [kind]))]]
+            for cells in [[f"{s:.0%}" for s in survival(pooled(of, [kind]))]]
         ]
         both = [f"{name}, {what}" for name in drafters for what in ("none", "all")]
         parts += [
             f"### {mode}",
-            "Tokens a round:",
+            "Tokens per round:",
             table(["prompts", "length", "number", *drafters], rows),
-            "Rounds that accept nothing, and rounds that accept all K drafts:",
+            "Rounds that accept no draft, and rounds that accept all K:",
             table(["prompts", "length", *both], ends),
-            "Rounds in which a draft and all before it stand, by position, all lengths together:",
+            "Rounds that accept a draft and all before it, by position, all lengths together:",
             table(["prompts", "drafter", *map(str, range(1, width + 1))], depths),
         ]
     files = []
@@ -350,23 +350,23 @@ def report(prompts: list[Group], counts: dict[str, dict[str, Counts]]) -> str:
     columns = [f"{name}, {mode}" for mode, drafters in counts.items() for name in drafters]
     parts += [
         "### File by file",
-        "Tokens a round of the code prompts, all lengths together:",
+        "Tokens per round for the code prompts, all lengths together:",
         table(["held-out file", *columns], files),
     ]
     return "\n\n".join(parts)
 
 
 def family(name: str, folder: Path, args: argparse.Namespace) -> str:
-    """The section of one model.
+    """Measure one model, and return its section of the result.
 
     Raises:
-      ValueError: no tokenizer, or a context that is too short.
+      ValueError: there is no tokenizer, or the context is too short.
       AssertionError: a drafter changed greedy tokens in float32.
     """
     found = drafters_of(folder, args.draft_tokens, args.dtype)
     model = next(iter(found.values()))[0]
     if model.text is None:
-        raise ValueError(f"{folder} has no tokenizer: there is no text without one")
+        raise ValueError(f"{folder} has no tokenizer; expected one, to make prompts")
     prompts = groups(model, args)
     most = max(drafter.draft_tokens for _, drafter in found.values())
     longest = max(len(ids) for group in prompts for ids in group.prompts)
@@ -389,7 +389,7 @@ def family(name: str, folder: Path, args: argparse.Namespace) -> str:
         tally = ", ".join(f"{n} with {kind}" for kind, n in changed.items())
         same = f"Of {number} prompts, greedy tokens differ from those without drafts on: {tally}."
     drafts = ", ".join(f"{kind} {d.draft_tokens}" for kind, (_, d) in found.items())
-    closing = f"{args.dtype}. Drafts a round: {drafts}. {same}"
+    closing = f"{args.dtype}. Drafts per round: {drafts}. {same}"
     return "\n\n".join([f"## {name}", report(prompts, counts), closing])
 
 
@@ -400,7 +400,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSON or JSON lines: prompt, kind")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 384])
     parser.add_argument("--pieces", type=int, default=20, help="of every kind and length")
-    parser.add_argument("--tokens", type=int, default=64, help="new ones whose rounds count")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens whose rounds count")
     parser.add_argument("--keys", type=int, default=2, help="samples of every prompt")
     parser.add_argument("--rows", type=int, default=20, help="prompts that run at once")
     parser.add_argument("--draft-tokens", type=int, default=7, help="K of n-gram and MTP")
@@ -411,16 +411,17 @@ def main() -> None:
     named = [(n, Path(f)) for n, _, f in (entry.partition("=") for entry in args.models)]
     sections = [family(n, f, args) for n, f in named or [("The embedded family", EMBEDDED)]]
     sections.append(
-        "Intervals are 95 %, over prompts. Tokens a round count the target's own, so 1 is no help; "
-        f"{args.tokens} new tokens of every prompt, sampled with {args.keys} keys. Rounds count "
-        "whole: some tokens more were asked for. A lookup (ngram) does not always have drafts, "
-        "and often fewer than it may propose. Pieces of the three lengths end at the same places."
+        "Intervals are 95 %, over prompts. Tokens per round include the target's own, so 1 is no "
+        f"gain; {args.tokens} new tokens per prompt, sampled with {args.keys} keys. All counted "
+        "rounds could draft in full: the limit was some tokens higher. The n-gram lookup does not "
+        "always have drafts, and often fewer than K. Pieces of the three lengths end at the same "
+        "positions."
     )
     body = "\n\n".join(sections)
     if args.dry:
         print(body)
         return
-    write_result(__file__, "How many drafts stand", body, args.result)
+    write_result(__file__, "Accepted drafts, by kind and length of prompt", body, args.result)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jaxdraft
 
 
 def compare(name: str, folder: Path, tokens: int, repeats: int, threads: int) -> list[object]:
-    """One row of the table."""
+    """Compare both runtimes on one artifact, and return its row of the table."""
     model, baseline = jaxdraft.load(folder), OrtBaseline(folder, threads=threads)
     prompt = [i % model.target.vocab_size for i in (504, 1463, 282, 260, 9403, 2327, 5634, 281)]
     theirs: list[float] = []

@@ -1,4 +1,4 @@
-"""What the experiments share: timing, the machine, result files, the first family."""
+"""Helpers of the experiments: timing, the machine, result files, the first family."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def interleave(
     warmups: int = 1,
     between: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every repeat of every variant, in turn, so that they share the machine's mood.
+    """Time every variant in turn, so that a change of the machine's load meets all of them.
 
     Args:
-      variants: what to time; each call must leave nothing running.
-      repeats: timed rounds.
-      warmups: rounds before them.
-      between: called before every timed call (to let worker threads of the last one go idle).
+      variants: functions to time; each must leave nothing running.
+      repeats: number of timed calls per variant.
+      warmups: number of calls before them.
+      between: function to call before every timed call, for example to wait for idle threads.
+
+    Returns:
+      Seconds of each repeat, by variant.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(warmups + repeats):
@@ -51,7 +54,7 @@ def interleave(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
-    """Least, median and largest ratio of the repeats, pair by pair."""
+    """Return the least, median and largest ratio of the repeats, pair by pair."""
     pairs = sorted(a / b for a, b in zip(above, below, strict=True))
     return pairs[0], statistics.median(pairs), pairs[-1]
 
@@ -59,12 +62,12 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float
 def drafters_of(
     folder: Path, draft_tokens: int, dtype: str | None = None
 ) -> dict[str, tuple[Model, Drafter]]:
-    """Every drafter of an artifact or a checkpoint, "ngram" last, each with its own target.
+    """Load every drafter of an artifact or a checkpoint, "ngram" last, each with its own target.
 
     Args:
-      folder: what :func:`jaxdraft.load` reads.
-      draft_tokens: K of drafters that can have any.
-      dtype: of the weights.
+      folder: folder of an artifact or a checkpoint.
+      draft_tokens: K of the drafters that allow any.
+      dtype: type of the weights; None for that of the files.
     """
     first = jaxdraft.load(folder, dtype=dtype)
     models = {first.info.drafter: first} if first.info.drafter != "none" else {}
@@ -82,7 +85,7 @@ def drafters_of(
 
 
 def machine() -> str:
-    """Processor, cores and versions, for the head of a result file."""
+    """Return processor, cores and versions, for the head of a result file."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -100,7 +103,7 @@ def machine() -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
@@ -138,9 +141,9 @@ def write_result(script: str, title: str, body: str, name: str | None = None) ->
 
 
 def first_family() -> tuple[Path, list[dict[str, Any]]]:
-    """The first family that was trained for this project, on which many results here were taken.
+    """Restore the files of the first family, the model of many results here.
 
-    An artifact of 0.8 million parameters with a DFlash2 drafter; its MODEL_CARD.md tells the rest.
+    It is an artifact of 0.8 million parameters with a DFlash2 drafter; see its MODEL_CARD.md.
 
     Returns:
       Its folder, complete, and its held-out prompts.

@@ -3,10 +3,10 @@
     python experiments/divergence.py             # the first family, in three dtypes
     python experiments/divergence.py FOLDER      # another artifact with a drafter
 
-A window of rows and single steps round differently in the last bits. A token may differ only where
-the target's two best logits are closer than that: for every prompt whose tokens differ, the margin
-at the first difference is looked up in one forward pass over the plain tokens, and stands beside
-the margins of all positions.
+A window of rows and single steps round differently in the last bits, so a token may differ only
+where the target's two best logits are closer than that. For every prompt whose tokens differ, one
+forward pass over the plain tokens gives the margin at the first difference; the table compares it
+with the margins of all positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxdraft import Model
 
 
 def margins(model: Model, prompts: list[list[int]], outputs: list[list[int]]) -> list[np.ndarray]:
-    """Best minus second best logit at every emitted position of each prompt."""
+    """Return the best minus the second best logit at every emitted position of each prompt."""
     whole = [p + o for p, o in zip(prompts, outputs, strict=True)]
     found = []
     for row, prompt in zip(whole, prompts, strict=True):
@@ -34,7 +34,7 @@ def margins(model: Model, prompts: list[list[int]], outputs: list[list[int]]) ->
 
 
 def measure(model: Model, prompts: list[list[int]], tokens: int) -> list[object]:
-    """One row of the table, but for the name of the dtype."""
+    """Compare both ways of decoding, and return a row of the table without the dtype's name."""
     options = dict(max_new_tokens=tokens, stop_ids=())
     plain = jaxdraft.generate(model, prompts, drafter="none", **options).ids()
     drafted = jaxdraft.generate(model, prompts, **options).ids()
@@ -71,18 +71,18 @@ def main() -> None:
         model = jaxdraft.load(folder, dtype=dtype)
         rows.append([dtype, *measure(model, cuts(model, args.length, args.each), args.tokens)])
         print(rows[-1], flush=True)
-    head = ["dtype", "prompts that differ", "chance a token", "largest margin there"]
+    head = ["dtype", "prompts that differ", "chance per token", "largest margin there"]
     head += ["margins that small", "median margin"]
     body = table(head, rows) + (
         "\n\nGreedy decoding with the model's drafter against without. Third column: first "
         "differences per token decoded up to them. Fourth: best minus second best logit of the "
-        "plain run where the two first part, the largest of all prompts; fifth: how many positions "
-        "have so small a margin."
+        "plain run at the first difference, the largest over the prompts. Fifth: share of all "
+        "positions with so small a margin."
     )
     if args.dry:
         print(body)
         return
-    write_result(__file__, "Where speculative and plain greedy decoding part", body)
+    write_result(__file__, "Where speculative and plain greedy decoding differ", body)
 
 
 if __name__ == "__main__":

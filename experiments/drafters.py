@@ -11,8 +11,8 @@ drafters in turn in one process. Tokens and counters of the runs must be identic
 those of plain decoding. Time per token is decoding alone: a call for one token is timed too, and
 taken off.
 
-Block drafters run a second time with the first ``FEW`` drafts of their blocks, on a target whose
-matrices lie in blocks, too (``load(blocked=True)``): shorter windows of cheaper products.
+Block drafters run a second time with only the first ``FEW`` drafts of their blocks, on a target
+with ``load(blocked=True)``: shorter windows of cheaper products.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402 - after the choice of a backend without a window
 
 FILES = ("asyncio/locks.py", "bisect.py", "configparser.py", "csv.py", "difflib.py", "glob.py")
-"""Held out of the family's training as a whole (its MODEL_CARD.md)."""
+"""Files on which the family was not trained (see its MODEL_CARD.md)."""
 
 
 FEW = 4
-"""A window of one more is what the kernels behind ``blocked=True`` take in one go."""
+"""The kernels behind ``blocked=True`` take a window of one more row in one pass."""
 
 
 def cuts(model: Model, length: int, count: int) -> list[list[int]]:
-    """The first ``length`` tokens of each held-out file, as the running Python ships them."""
+    """Return the first ``length`` tokens of each held-out file of the running Python."""
     assert model.text is not None
     library = Path(os.__file__).parent
     prompts = [model.text.encode((library / name).read_text())[:length] for name in FILES[:count]]
@@ -56,14 +56,14 @@ def cuts(model: Model, length: int, count: int) -> list[list[int]]:
 
 
 class Variant:
-    """One drafter beside its export of the target, and what its runs said."""
+    """A drafter, its export of the target, and the outcomes of its runs."""
 
     def __init__(self, model: Model, drafter: str | Drafter):
         self.model, self.drafter = model, model.choose(drafter)
-        self.said: list[tuple[str, Summary]] = []
+        self.outcomes: list[tuple[str, Summary]] = []
 
     def run(self, prompts: list[list[int]], tokens: int) -> None:
-        """Generate; remember a hash of the tokens, and the counters."""
+        """Generate, and record a hash of the tokens and the counters."""
         outs = [
             jaxdraft.generate(
                 self.model, [p], max_new_tokens=tokens, stop_ids=(), drafter=self.drafter
@@ -72,11 +72,11 @@ class Variant:
         ]
         ids = repr([out.ids() for out in outs]).encode()
         digest = hashlib.sha256(ids).hexdigest()[:12]
-        self.said.append((digest, jaxdraft.summarize([out.stats for out in outs])))
+        self.outcomes.append((digest, jaxdraft.summarize([out.stats for out in outs])))
 
 
 def variants(folders: list[Path], args: argparse.Namespace) -> dict[str, Variant]:
-    """By name, plain decoding first."""
+    """Return every drafter to compare, by name, plain decoding first."""
     found: dict[str, Variant] = {}
     for folder in folders:
         for kind, (model, drafter) in drafters_of(folder, args.draft_tokens).items():
@@ -99,15 +99,17 @@ def variants(folders: list[Path], args: argparse.Namespace) -> dict[str, Variant
 def measure(
     found: dict[str, Variant], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Counters and seconds per token of every drafter for prompts of one length."""
+    """Return counters and seconds per token of every drafter, for prompts of one length."""
     for variant in found.values():
-        variant.said = []
+        variant.outcomes = []
     calls = {name: lambda v=v: v.run(prompts, args.tokens) for name, v in found.items()}
     firsts = {f"{name} 1": lambda v=v: v.run(prompts, 1) for name, v in found.items()}
     seconds = interleave({**calls, **firsts}, repeats=args.runs, warmups=args.warmups)
     facts = {}
     for name, variant in found.items():
-        whole = variant.said[::2]  # each turn runs the whole and then the first token
+        whole = variant.outcomes[
+            ::2
+        ]  # each turn runs the whole call and then one for the first token
         assert len(set(map(repr, whole))) == 1, f"{name}: runs differ: {whole}"
         digest, summary = whole[0]
         decoding = len(prompts) * (args.tokens - 1)
@@ -122,7 +124,7 @@ def measure(
 
 
 def report(results: dict[int, dict[str, dict[str, Any]]]) -> str:
-    """Tables in Markdown."""
+    """Return the tables in Markdown."""
     rows, places = [], []
     for length, facts in results.items():
         base = statistics.median(facts["none"]["ms"])
@@ -147,10 +149,10 @@ def report(results: dict[int, dict[str, dict[str, Any]]]) -> str:
                 places.append([length, name, *at])
     width = max((len(row) for row in places), default=2)
     places = [row + [""] * (width - len(row)) for row in places]
-    head = ["prompt", "drafter", "tokens a round", "accepted of evaluated", "drafter passes"]
-    head += ["ms a token", "speed-up", "cost of a round, plain steps", "tokens' hash"]
+    head = ["prompt", "drafter", "tokens per round", "accepted of evaluated", "drafter passes"]
+    head += ["ms per token", "speed-up", "cost of a round, plain steps", "tokens' hash"]
     parts = [table(head, rows)]
-    parts += ["Acceptance of a draft whose predecessors stand, by position:"]
+    parts += ["Acceptance of a draft, given that all before it were accepted, by position:"]
     parts += [table(["prompt", "drafter", *map(str, range(1, width - 1))], places)]
     if all({"mtp", "dflash2"} <= set(facts) for facts in results.values()):
         ratios = {
@@ -160,13 +162,13 @@ def report(results: dict[int, dict[str, dict[str, Any]]]) -> str:
         }
         mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
         cells = [[*(f"{r:.2f}" for r in ratios.values()), f"{mean:.2f}"]]
-        parts += ["DFlash2 against MTP, tokens a second, by prompt length and in geometric mean:"]
+        parts += ["DFlash2 against MTP, tokens per second, by prompt length and in geometric mean:"]
         parts += [table([*map(str, ratios), "mean"], cells)]
     return "\n\n".join(parts)
 
 
 def plot(results: dict[int, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Tokens a round, milliseconds a token, and acceptance by position (longest prompts)."""
+    """Plot tokens per round, ms per token, and acceptance by position (longest prompts)."""
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     names = list(next(iter(results.values())))
     width = 0.8 / len(names)
@@ -184,12 +186,12 @@ def plot(results: dict[int, dict[str, dict[str, Any]]], path: Path) -> None:
         places = [a for a in facts[-1]["summary"].acceptance_at if a is not None]
         if places:
             right.plot(range(1, len(places) + 1), places, "o-", color=f"C{number}", label=name)
-    for axes, label in ((left, "tokens a round"), (middle, "ms a token")):
+    for axes, label in ((left, "tokens per round"), (middle, "ms per token")):
         axes.set_xticks(range(len(results)), [str(length) for length in results])
         axes.set_xlabel("prompt length")
         axes.set_ylabel(label)
     right.set_xlabel("draft position")
-    right.set_ylabel("acceptance when its predecessors stand")
+    right.set_ylabel("acceptance given its predecessors")
     right.set_ylim(0, 1.02)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
@@ -207,9 +209,11 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=7, help="K of n-gram and MTP")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmups", type=int, default=2)
-    few = "no second run of block drafters"
+    few = "no second run of block drafters, with few drafts"
     parser.add_argument("--no-few", dest="few", action="store_false", help=few)
-    parser.add_argument("--adaptive", action="store_true", help="and each with adaptive width")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="also each drafter with adaptive length"
+    )
     parser.add_argument("--round-cost", type=float, default=0.6, help="of the adaptive rule")
     parser.add_argument("--draft-cost", type=float, default=0.12, help="of the adaptive rule")
     parser.add_argument("--result", default="drafters", help="name of the files to write")
@@ -227,10 +231,10 @@ def main() -> None:
     plot(results, HERE / f"{args.result}.png")
     title = "Drafters of one trained family, side by side"
     if args.adaptive:
-        title += ", alone and with adaptive width"
-        costs = f"{args.round_cost} of a plain step a round and {args.draft_cost} a draft"
-        body += f"\n\nThe adaptive rule was told {costs}."
-    body += f"\n\n![tokens a round, time a token, acceptance by position]({args.result}.png)"
+        title += ", alone and with adaptive length"
+        costs = f"{args.round_cost} plain steps per round and {args.draft_cost} per draft"
+        body += f"\n\nThe adaptive rule assumed costs of {costs}."
+    body += f"\n\n![tokens per round, time per token, acceptance by position]({args.result}.png)"
     write_result(__file__, title, body, args.result)
 
 

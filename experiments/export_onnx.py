@@ -1,14 +1,14 @@
 """Export a checkpoint to ONNX with onnxruntime-genai's model builder, in float32.
 
-The checkpoint is what ``jaxdraft.checkpoint.save`` (or ``jaxdraft save``) writes: a folder
-``target``, perhaps with a multi-token-prediction head in its files, perhaps with folders
-``dflash2`` and ``dspark`` beside it. What comes out is read by ``jaxdraft.load``::
+The checkpoint is one that ``jaxdraft.checkpoint.save`` (or ``jaxdraft save``) writes: a folder
+``target``, possibly with a multi-token-prediction head in its files and with folders ``dflash2``
+and ``dspark`` beside it. ``jaxdraft.load`` reads the result::
 
     ./run python -m pip install -e '.[full]'
     ./run python experiments/export_onnx.py CHECKPOINT OUT --drafter dflash2
 
-With a block drafter the export has a paged cache, without one a dense cache unless ``--paged`` says
-otherwise. Two things to know:
+With a block drafter the export has a paged cache, without one a dense cache, or a
+paged one with ``--paged``. Two things to know:
 
 * The weights are widened to float32 before the export. The builder adds 1 to the weights of
   Qwen3.5's norms in the type in which they are stored, and 1 + w is no bfloat16 value for most w.
@@ -54,7 +54,7 @@ def widen(source: Path, destination: Path) -> None:
 
 @contextlib.contextmanager
 def float32_dspark() -> Generator[None]:
-    """Let the builder write DSpark drafters in float32; its constructor knows bfloat16 only."""
+    """Let the builder write DSpark drafters in float32; its constructor allows bfloat16 only."""
     import onnx_ir
     from builders.dspark import DSparkBuilder
 
@@ -70,13 +70,13 @@ def float32_dspark() -> Generator[None]:
 
 
 def options_of(checkpoint: Path, drafter: str, *, paged: bool, page_size: int) -> dict[str, Any]:
-    """What the model builder is told.
+    """Return the options for the model builder.
 
     Args:
-      checkpoint: the widened one.
+      checkpoint: folder of the widened checkpoint.
       drafter: "none", "mtp", "dflash2" or "dspark".
-      paged: a cache in pages.
-      page_size: slots of a page, a power of two from 16 on.
+      paged: whether the cache has pages.
+      page_size: slots per page, a power of two of at least 16.
     """
     options: dict[str, Any] = {}
     if drafter != "mtp":
@@ -102,7 +102,7 @@ def options_of(checkpoint: Path, drafter: str, *, paged: bool, page_size: int) -
     size = block["block_size"] if drafter == "dflash2" else settings["block_size"]
     options |= {
         f"{drafter}_path": checkpoint / drafter,
-        # The drafter names layers by what leaves them, the builder by what enters them.
+        # The drafter names layers by their output, the builder by their input.
         "aux_hidden_state_layers": ",".join(str(i + 1) for i in block["target_layer_ids"]),
         # Delta net states of a whole window can be rolled back.
         "state_update_capacity": size + (drafter == "dspark"),

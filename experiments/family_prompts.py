@@ -1,13 +1,13 @@
-"""Make the prompts that come with the package, and what its family says to them.
+"""Make the prompts that ship with the package, and the answers of its family.
 
     python experiments/family_prompts.py FOLDER --python PYTHON_WITH_TORCH [--out prompts.json]
 
-``FOLDER`` is where ``train_family.py`` worked. Of each of six files kept out of the training the
-first cut is taken (``train_family.cuts``), or the next one if the target hesitates after it: if its
-two best logits come closer than ``SURE`` anywhere. The greedy tokens are those of transformers, in
-float32, which reads the checkpoint in an interpreter that has it (``pip install torch==2.13.0
-transformers==5.24.0 compressed-tensors``; ``.[full]`` has them). Our own greedy tokens have to be
-the same with each drafter, and the accepted drafts of every round are ours.
+``FOLDER`` is the output folder of ``train_family.py``. From each of six held-out files the first
+cut is taken (``train_family.cuts``), or the next one if the target's two best logits come closer
+than ``SURE`` anywhere. transformers computes the greedy tokens from the checkpoint, in float32, in
+an interpreter that has it (``pip install torch==2.13.0 transformers==5.24.0 compressed-tensors``;
+``.[full]`` has them). jaxdraft's greedy tokens must be the same with each drafter. The accepted
+drafts of every round are jaxdraft's own.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ REFERENCE = """
 import json, sys
 import torch, transformers
 folder, new_tokens = sys.argv[1], int(sys.argv[2])
-made, told = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
+made, info = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
     folder, dtype=torch.float32, output_loading_info=True
 )
 for key in ("missing_keys", "mismatched_keys"):
-    assert not told[key], (key, told[key])
+    assert not info[key], (key, info[key])
 made.eval()
 found = []
 for ids in json.load(sys.stdin):
@@ -69,7 +69,7 @@ json.dump({"versions": versions, "prompts": found}, sys.stdout)
 
 
 def reference(python: str, target: Path, prompts: list[list[int]]) -> dict[str, Any]:
-    """Greedy tokens of every prompt and their smallest margins, by transformers."""
+    """Return the greedy tokens of every prompt and their smallest margins, by transformers."""
     done = subprocess.run(
         [python, "-c", REFERENCE, str(target), str(NEW_TOKENS)],
         input=json.dumps(prompts),
@@ -81,23 +81,23 @@ def reference(python: str, target: Path, prompts: list[list[int]]) -> dict[str, 
 
 
 def choose(folder: Path, python: str) -> dict[str, Any]:
-    """One prompt a file with its greedy tokens."""
+    """Return one prompt per file with its greedy tokens."""
     candidates = cuts(folder)
     flat = [prompt for file in FILES for prompt in candidates[file]]
-    said = reference(python, folder / "checkpoint" / "target", flat)
-    answers, prompts = iter(said["prompts"]), []
+    answered = reference(python, folder / "checkpoint" / "target", flat)
+    answers, prompts = iter(answered["prompts"]), []
     for file in FILES:
         pairs = [(ids, next(answers)) for ids in candidates[file]]
         sure = [pair for pair in pairs if pair[1]["min_margin"] >= SURE]
         if not sure:
             raise ValueError(f"{file}: the target hesitates after every cut")
         prompts.append({"file": file, "prompt_ids": sure[0][0], **sure[0][1]})
-    about = {"new_tokens": NEW_TOKENS, "stop_ids": [], "versions": said["versions"]}
+    about = {"new_tokens": NEW_TOKENS, "stop_ids": [], "versions": answered["versions"]}
     return {**about, "drafts_per_round": {}, "prompts": prompts}
 
 
 def add_rounds(found: dict[str, Any], checkpoint: Path) -> None:
-    """Texts, and the accepted drafts of every round with each drafter."""
+    """Add the texts, and the accepted drafts of every round with each drafter."""
     prompts = found["prompts"]
     for kind in KINDS:
         model = jaxdraft.load(checkpoint, drafter=kind)
@@ -115,18 +115,18 @@ def add_rounds(found: dict[str, Any], checkpoint: Path) -> None:
             prompt["text"] = model.text.decode(prompt["prompt_ids"], skip_special_tokens=False)
             prompt["greedy_text"] = model.text.decode(prompt["greedy"], skip_special_tokens=False)
         found["drafts_per_round"][kind] = model.drafter.draft_tokens
-        print(kind, f"{jaxdraft.summarize(out.stats).tokens_per_round:.3f} tokens a round")
+        print(kind, f"{jaxdraft.summarize(out.stats).tokens_per_round:.3f} tokens per round")
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """As JSON, a list of numbers on one line."""
+    """Write JSON, with every list of numbers on one line."""
     text = json.dumps(found, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\n[\d\s,]+\]", lambda match: json.dumps(json.loads(match[0])), text)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Choose, ask both, write."""
+    """Choose prompts, run both programs, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("folder", type=Path, help="of train_family.py")
     parser.add_argument("--python", default=sys.executable, help="has torch and transformers")

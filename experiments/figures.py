@@ -2,7 +2,7 @@
 
     python experiments/figures.py notebooks/*.ipynb experiments/*.png
 
-Lines and heat maps look the same and take a third of the bytes. What is small already stays.
+Lines and heat maps look the same and take a third of the bytes. Small files stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLOURS = 256
 
 
 def shrunk(png: bytes) -> bytes:
-    """The same picture with a palette, if that is smaller."""
+    """Return the same picture with a palette, if that is smaller."""
     image = Image.open(io.BytesIO(png))
     if image.mode == "P":
         return png
@@ -30,7 +30,7 @@ def shrunk(png: bytes) -> bytes:
 
 
 def shrink(path: Path) -> tuple[int, int]:
-    """Rewrite a PNG file or a notebook; its bytes before and after."""
+    """Rewrite a PNG file or a notebook, and return its bytes before and after."""
     before = path.stat().st_size
     if path.suffix == ".png":
         path.write_bytes(shrunk(path.read_bytes()))
@@ -47,7 +47,7 @@ def shrink(path: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Shrink what is named."""
+    """Shrink the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="PNG files and notebooks")
     for path in parser.parse_args().files:

@@ -136,6 +136,30 @@ class Program:
         thunks = self.thunks if part is None else self._loop(part).parts["body"]
         return self._count(thunks, trips, inside=False)
 
+    def lines(self, trips: Trips) -> list[tuple[str, Counts]]:
+        """Counts by the source line that a launch comes from, most launches first.
+
+        Args:
+          trips: as for :meth:`count`.
+        """
+        found: dict[str, Counts] = {}
+
+        def visit(thunks: list[Thunk], times: int) -> None:
+            for thunk in thunks:
+                if thunk.parts:
+                    loop = self._instruction(thunk) if thunk.kind == "kWhile" else None
+                    passes = 1
+                    if loop is not None:
+                        passes = loop.trips or trips(self.module.source(loop))
+                    for part in thunk.parts.values():
+                        visit(part, times * passes)
+                else:
+                    source = self.module.source(self._instruction(thunk))
+                    found.setdefault(source, Counts()).add(self._launch(thunk), times)
+
+        visit(self.thunks, 1)
+        return sorted(found.items(), key=lambda item: -item[1].launches)
+
     def loops(self) -> Iterator[tuple[Thunk, str]]:
         """The outermost loops and their source lines."""
         for thunk in self.thunks:

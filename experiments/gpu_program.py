@@ -39,7 +39,14 @@ HEAD = [
 
 
 def rows_of(
-    name: str, card: str, *, layers: int, lengths: Sequence[int], capacity: int, dtype: str | None
+    name: str,
+    card: str,
+    *,
+    layers: int,
+    lengths: Sequence[int],
+    capacity: int,
+    dtype: str | None,
+    lines: int,
 ) -> list[list[str]]:
     """Table rows of one program, compiled once for all lengths."""
     target = CARDS[card]
@@ -57,6 +64,8 @@ def rows_of(
         cells += [f"{count.moved / least:.2f}", _giga(count.joined), _giga(count.rewritten)]
         cells += [_giga(count.copied), f"{compiled.temporary / 1e6:.0f}"]
         rows.append([*cells, f"{compiled.seconds:.0f}"])
+        for source, part in program.lines(functools.partial(program_case.trips, length))[:lines]:
+            print(f"{part.launches:8,} launches {part.moved / 1e6:12,.1f} MB  {source}")
     return rows
 
 
@@ -73,6 +82,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--capacity", type=int, default=9216)
     parser.add_argument("--dtype", help="of weights, keys and values; default: the card's own")
+    parser.add_argument("--lines", type=int, default=0, help="also print so many source lines")
     args = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
@@ -85,6 +95,7 @@ def main() -> None:
             lengths=args.lengths,
             capacity=args.capacity,
             dtype=args.dtype,
+            lines=args.lines,
         )
         for row in found:
             print(" | ".join(row), flush=True)

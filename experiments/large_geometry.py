@@ -5,7 +5,7 @@
 Writes an artifact of one delta-net and one attention layer at full width, with embedding and head,
 as a graph over a sparse data file (all numbers are zero and take no disk), and loads it in a fresh
 process. Then inspects all 64 layers, which reads no weights. The graph repeats the layers of a
-golden artifact with other sizes. Geometry: Qwen3.5-27B's as far as known, bfloat16.
+golden artifact with other sizes. Geometry: that of Qwen3.5-27B as far as known, bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS, KV_HEADS, HEAD, ROTARY = 24, 4, 256, 64
 KEY_HEADS, VALUE_HEADS, LANE = 16, 48, 128
 KEYS, VALUES = KEY_HEADS * LANE, VALUE_HEADS * LANE
 CHANNELS, CAPACITY = 2 * KEYS + VALUES, 8
-DELTA, ATTENTION = 1, 3  # layers of the golden graph that stand for the two kinds
+DELTA, ATTENTION = 1, 3  # layers of the golden graph, one of each kind
 
 SHAPES = {  # ends of initializers' names
     "embed_tokens.weight": [VOCABULARY, WIDTH],
@@ -90,18 +90,18 @@ LAYER = re.compile(r"(layers|past|present|past_key_values|state_update)\.(\d+)")
 
 
 def longest(table_: dict[str, Any], name: str) -> Any:
-    """The entry whose key is the longest end of ``name``."""
+    """Return the entry with the longest key that ``name`` ends with."""
     keys = [key for key in table_ if name.endswith(key)]
     return table_[max(keys, key=len)] if keys else None
 
 
 def kinds(layers: int) -> list[int]:
-    """The golden layer that stands for each; every fourth attends, or the second of two."""
+    """Return the golden layer to copy for each; every fourth attends, or the second of two."""
     return [ATTENTION if i % 4 == 3 or layers == 2 == i + 1 else DELTA for i in range(layers)]
 
 
 def write_artifact(folder: Path, layers: int) -> None:
-    """An artifact of ``layers`` layers. Its data file is sparse."""
+    """Write an artifact of ``layers`` layers with a sparse data file."""
     goldens = GOLDEN.parent
     runpy.run_path(str(goldens / "twins.py"))["restore"](goldens)  # the graph is kept as a recipe
     golden = onnx.load(str(GOLDEN / "model.onnx"), load_external_data=False)
@@ -109,7 +109,7 @@ def write_artifact(folder: Path, layers: int) -> None:
     plan = kinds(layers)
 
     def expand(items: Any, rename: Any) -> list[Any]:
-        """Items of no layer as they are, those of a layer once for each that it stands for."""
+        """Return items outside the layers once, and those of a layer once for each copy."""
         plain = [x for x in items if not LAYER.search(x.name)]
         out = []
         for i, kind in enumerate(plan):

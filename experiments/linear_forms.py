@@ -28,17 +28,17 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def rows_by_columns(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ W, W as [in, out]."""
+    """Return x @ W, with W as [in, out]."""
     return x @ w
 
 
 def weights_first(x: jax.Array, w: jax.Array) -> jax.Array:
-    """(W @ x.T).T, W as [out, in]."""
+    """Return (W @ x.T).T, with W as [out, in]."""
     return lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T
 
 
 def weights_first_in(parts: int, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The same as a batch of ``parts`` products."""
+    """Return the same as a batch of ``parts`` products."""
     w = w.reshape(parts, -1, w.shape[1])
     many = jnp.broadcast_to(x[None], (parts, *x.shape))
     y = lax.dot_general(w, many, (((2,), (2,)), ((0,), (0,))))
@@ -46,7 +46,7 @@ def weights_first_in(parts: int, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def chain(product: Product, weights: list[list[jax.Array]], x: jax.Array) -> jax.Array:
-    """All products of all layers, ``STEPS`` times, each depending on the one before."""
+    """Run all products of all layers ``STEPS`` times, each depending on the one before."""
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
         for qkv, o, gate_up, down in weights:
@@ -59,7 +59,7 @@ def chain(product: Product, weights: list[list[jax.Array]], x: jax.Array) -> jax
 
 
 def run(program: Callable[..., jax.Array], weights: list[list[jax.Array]], x: jax.Array) -> None:
-    """One timed call."""
+    """Run one call to the end."""
     program(weights, x).block_until_ready()
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     noise = np.random.default_rng(0).standard_normal(1536 * 3072, dtype=np.float32) * 0.03
 
     def layers(shape: Callable[[int, int], tuple[int, ...]]) -> list[list[jax.Array]]:
-        """Copies of their own for every layer: nothing stays in a cache."""
+        """Return separate copies for every layer, so that none stays in a cache."""
         shapes = [shape(i, o) for i, o in SHAPES]
         return [
             [jnp.array(noise[: math.prod(s)].reshape(s)) for s in shapes] for _ in range(LAYERS)

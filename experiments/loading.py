@@ -62,7 +62,7 @@ print(json.dumps([times[0] - times[1]]))
 
 
 def run(program: str, *arguments: str) -> list[float]:
-    """What a fresh Python prints as its last line."""
+    """Return the last line that a fresh Python prints."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True
     )
@@ -70,7 +70,7 @@ def run(program: str, *arguments: str) -> list[float]:
 
 
 def measure(name: str, folder: Path, repeats: int) -> list[object]:
-    """One row of the table."""
+    """Measure one artifact, and return its row of the table."""
     pairs = [(run(READ, str(folder)), run(LOAD, str(folder))) for _ in range(repeats)]
     reading = statistics.median(r[0] for r, _ in pairs)
     loading = statistics.median(load[0] for _, load in pairs)

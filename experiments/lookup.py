@@ -65,7 +65,14 @@ def main() -> None:
                 "equal" if found["none"].ids() == found["ngram"].ids() else "DIFFER",
             ]
         )
-    head = ["prompt", "none, tokens/s", "n-gram, tokens/s", "speed-up", "tokens a round", "tokens"]
+    head = [
+        "prompt",
+        "none, tokens/s",
+        "n-gram, tokens/s",
+        "speed-up",
+        "tokens per round",
+        "tokens",
+    ]
     body = table(head, rows) + (
         f"\n\nGreedy, {args.tokens} new tokens, K = {drafter.draft_tokens}, whole calls; "
         f"medians of {args.repeats} after one warm-up, the speed-up pair by pair."

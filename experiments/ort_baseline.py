@@ -73,7 +73,7 @@ class OrtBaseline:
         threads: Worker threads inside an operator; ``None`` leaves the choice to onnxruntime
             (one per physical core).
         spinning: Whether idle worker threads wait actively, onnxruntime's default.
-        ignore_eos: Go on after an end-of-sequence token, so that every run has the same length.
+        ignore_eos: Continue after an end-of-sequence token, so that every run has the same length.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
 
 FOLDER holds a quantized artifact. Dequantized to float32 on load against packed, in one process, in
 turn: bytes of the arrays, temporary bytes of the compiled step, and one forward pass over 1 and 8
-rows. Beside the time on the clock stands the processor's, which other programs disturb less.
+rows. The processor time is given too: other programs disturb it less than the time on the clock.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import jaxdraft
 
 
 def nbytes(model: Any) -> int:
-    """Bytes of all arrays, each once."""
+    """Return the bytes of all arrays, each counted once."""
     return sum({id(x): x.nbytes for x in jax.tree.leaves(model)}.values())
 
 
 def step(target: Any, tokens: jax.Array, state: Any) -> jax.Array:
-    """Logits of one window."""
+    """Return the logits of one window."""
     count = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
     return target.forward(tokens, count, state).logits
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds on the clock and of the processor."""
+    """Return the seconds on the clock and of the processor."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, time.process_time() - cpu

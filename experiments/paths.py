@@ -29,7 +29,7 @@ RESAMPLES = 10_000
 
 
 def cuts(model: Model, length: int, each: int) -> list[list[int]]:
-    """``each`` prompts of ``length`` tokens from every file, evenly spaced."""
+    """Return ``each`` prompts of ``length`` tokens from every file, evenly spaced."""
     assert model.text is not None
     library, prompts = Path(os.__file__).parent, []
     for name in FILES:
@@ -41,28 +41,28 @@ def cuts(model: Model, length: int, each: int) -> list[list[int]]:
 
 @dataclass
 class Run:
-    """What one path came to, prompt by prompt."""
+    """The counts of one path, prompt by prompt."""
 
     emitted: np.ndarray  # [prompts], tokens of rounds
     rounds: np.ndarray  # [prompts]
     summary: jaxdraft.Summary
 
     def rate(self, chosen: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Tokens a round, over the prompts [..., n]."""
+        """Return the tokens per round, over the prompts [..., n]."""
         return self.emitted[chosen].sum(axis=-1) / self.rounds[chosen].sum(axis=-1)
 
 
 def measure(model: Model, prompts: list[list[int]], tokens: int) -> dict[str, Run]:
-    """Every path over every prompt, in one batch each."""
+    """Run every path over every prompt, in one batch each."""
     assert isinstance(model.drafter, BlockDrafter), f"{model.info.drafter} has no lattice"
-    runs, said = {}, set()
+    runs, texts = {}, set()
     for path in PROPOSALS:
         drafter = replace(model.drafter, path=path)
         out = jaxdraft.generate(model, prompts, max_new_tokens=tokens, stop_ids=(), drafter=drafter)
-        said.add(repr(out.ids()))
+        texts.add(repr(out.ids()))
         emitted = np.asarray(out.stats.emitted) - 1  # the prompt's own token belongs to no round
         runs[path] = Run(emitted, np.asarray(out.stats.rounds), jaxdraft.summarize(out.stats))
-    assert len(said) == 1, "a path changed the tokens"
+    assert len(texts) == 1, "a path changed the tokens"
     return runs
 
 
@@ -72,7 +72,7 @@ def interval(values: np.ndarray) -> str:
 
 
 def report(kind: str, runs: dict[str, Run], each: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of both tables for one drafter: overall with intervals by position, and by file."""
+    """Return the rows of both tables for one drafter: overall and by position, and by file."""
     prompts = len(runs["walk"].rounds)
     resampled = np.random.default_rng(0).integers(0, prompts, (RESAMPLES, prompts))
     rows, files = [], []
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", nargs="*", type=Path, help="other exports of the target")
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--each", type=int, default=16, help="prompts a file")
+    parser.add_argument("--each", type=int, default=16, help="prompts per file")
     parser.add_argument("--tokens", type=int, default=96)
     args = parser.parse_args()
     rows: list[list[str]] = []
@@ -115,7 +115,7 @@ def main() -> None:
     head = [
         "drafter",
         "path",
-        "tokens a round",
+        "tokens per round",
         "more than the walk",
         *map(str, range(1, width + 1)),
     ]
@@ -123,12 +123,13 @@ def main() -> None:
         table(head, rows),
         f"{len(FILES) * args.each} prompts of {args.length} tokens, {args.tokens} new tokens each, "
         "greedy, the same tokens from every path. Intervals: 95 %, bootstrap over prompts, the "
-        "difference prompt by prompt. By position: acceptance of a draft whose predecessors stand.",
-        "Tokens a round by file:",
+        "difference prompt by prompt. By position: acceptance of a draft, given that all before it "
+        "were accepted.",
+        "Tokens per round by file:",
         table(["drafter", "path", *FILES], files),
         "*walk*: greedy, step by step. *best*: the greatest sum of edge scores. *probable*: the "
-        "same over rows of log-probabilities, the most probable walk. *longest*: the walk that "
-        "should be agreed with longest.",
+        "same over rows of log-probabilities, the most probable walk. *longest*: the path with the "
+        "greatest expected number of accepted drafts.",
     ]
     write_result(__file__, "Paths through the lattice", "\n\n".join(body))
 

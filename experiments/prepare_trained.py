@@ -1,8 +1,8 @@
 """Make the artifact in ``tests/first_family`` again, from its checkpoint.
 
-The checkpoint is a Qwen3.5 target and a DFlash2 drafter in bfloat16; what they are and how they
-were trained is told in ``tests/first_family/MODEL_CARD.md``. Most of its numbers are in that
-folder too: ``trained_checkpoint.py`` puts it together, and compares every tensor with the trained
+The checkpoint is a Qwen3.5 target and a DFlash2 drafter in bfloat16, described in
+``tests/first_family/MODEL_CARD.md``. Most of its numbers are in that folder too:
+``trained_checkpoint.py`` puts the checkpoint together, and compares every tensor with the trained
 one. This script exports it with the onnxruntime-genai model builder, paged and in float32, in a few
 seconds, and compares the result with the committed files::
 
@@ -60,7 +60,7 @@ def prepare(checkpoint: Path, out: Path) -> None:
             "num_blocks": PAGES,
             "max_batch_size": MAX_BATCH,
             "dflash2_path": wide / "dflash2",
-            # The drafter names layers by what leaves them, the builder by what enters them.
+            # The drafter names layers by their output, the builder by their input.
             "aux_hidden_state_layers": ",".join(str(i + 1) for i in drafter["target_layer_ids"]),
             # Delta net states of a whole block can be rolled back.
             "state_update_capacity": drafter["block_size"],

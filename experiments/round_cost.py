@@ -1,11 +1,11 @@
-"""What does a round spend, and where does drafting start to pay?
+"""What does a round cost, and where does drafting start to pay?
 
     python experiments/round_cost.py [NAME=FOLDER ...]
 
 The parts of a round of the first family (or of other artifacts with a block drafter), each
-inside a compiled loop of its own, one request: a plain step, a verify window of 1 + K rows, taking
-in three committed rows, and proposing. Drafting pays when a round emits more tokens than it costs
-steps.
+inside a compiled loop of its own, one request: a plain step, a verify window of 1 + K rows,
+ingesting three committed rows, and proposing. Drafting pays when a round emits more tokens than it
+costs steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 50
 
 @functools.partial(jax.jit, static_argnames="rows")
 def windows(target: Any, state: Any, rows: int) -> jax.Array:
-    """``STEPS`` forward passes of ``rows`` rows, one of them committed."""
+    """Run ``STEPS`` forward passes of ``rows`` rows, one of them committed."""
 
     def step(_: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         state, tokens = carry
@@ -41,7 +41,7 @@ def windows(target: Any, state: Any, rows: int) -> jax.Array:
 
 
 def feed(drafter: Any, state: Any, anchor: jax.Array) -> jaxdraft.Feed:
-    """Three committed rows after what the drafter has."""
+    """Return a feed of three committed rows, after those that the drafter has."""
     return jaxdraft.Feed(
         aux=jnp.ones((1, 8, drafter.config.aux_width)),
         count=jnp.full((1,), 3, jnp.int32),
@@ -54,14 +54,14 @@ def feed(drafter: Any, state: Any, anchor: jax.Array) -> jaxdraft.Feed:
 
 @jax.jit
 def ingests(drafter: Any, state: Any) -> Any:
-    """``STEPS`` times three rows into the drafter's cache. All of it is the result, and so made."""
+    """Ingest three rows ``STEPS`` times. The cache is the result, so nothing is left out."""
     anchor = jnp.ones((1,), jnp.int32)
     return lax.fori_loop(0, STEPS, lambda _, s: drafter.ingest(s, feed(drafter, s, anchor)), state)
 
 
 @jax.jit
 def proposals(drafter: Any, state: Any) -> jax.Array:
-    """``STEPS`` proposals, each after the first token of the one before."""
+    """Make ``STEPS`` proposals, each after the first token of the one before."""
 
     def step(_: jax.Array, anchor: jax.Array) -> jax.Array:
         return drafter.propose(state, feed(drafter, state, anchor))[1].tokens[:, 0]
@@ -70,7 +70,7 @@ def proposals(drafter: Any, state: Any) -> jax.Array:
 
 
 def cost(name: str, folder: Path, repeats: int) -> list[object]:
-    """One row of the table."""
+    """Measure one artifact, and return its row of the table."""
     model = jaxdraft.load(folder)
     target, drafter = model.target, model.drafter
     state, drafts = target.init(1, 512), drafter.init(1, 512)
@@ -98,10 +98,10 @@ def main() -> None:
     rows = [cost(name, folder, args.repeats) for name, folder in artifacts]
     head = ["artifact", "step, ms", "window, ms", "ingest, ms", "propose, ms", "round, in steps"]
     body = table(head, rows) + (
-        f"\n\nFloat32, one request, medians of {args.repeats}. The last column is what a round "
-        "must emit, in tokens, for drafting to pay."
+        f"\n\nFloat32, one request, medians of {args.repeats}. Drafting pays if a round emits "
+        "more tokens than the last column."
     )
-    write_result(__file__, "What a round spends", body)
+    write_result(__file__, "The cost of a round", body)
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ three random prompts.
 
 @dataclasses.dataclass
 class Difference:
-    """Between two models of one structure.
+    """Differences between two models of one structure.
 
     Attributes:
-      parameters: compared.
-      moved: names of those that are not equal bit for bit, rotary tables aside.
-      tables: the largest difference of a rotary table.
-      drafts: whether a greedy generation had the same tokens, and the same accepted drafts in every
-        round.
+      parameters: number of parameters compared.
+      moved: names of the parameters that are not equal bit for bit, without rotary tables.
+      tables: largest difference in a rotary table.
+      drafts: whether a greedy generation had the same tokens and, in every round, the same number
+        of accepted drafts.
     """
 
     parameters: int
@@ -66,7 +66,7 @@ class Difference:
 
 
 def arrays_of(model: Model) -> dict[str, np.ndarray]:
-    """Every parameter of target and drafter, by name."""
+    """Return every parameter of target and drafter, by name."""
     target, drafter = cast(Any, model.target), cast(Any, model.drafter)
     parts = {"target": target.decoder.params}
     for name in ("backbone", "mtp"):
@@ -80,7 +80,7 @@ def compare(before: Model, after: Model, prompts: list[list[int]]) -> Difference
     """Compare two models, parameter by parameter and draft by draft.
 
     Raises:
-      ValueError: they are not of one structure.
+      ValueError: the models differ in structure.
     """
     ours, theirs = arrays_of(before), arrays_of(after)
     if ours.keys() != theirs.keys():
@@ -109,7 +109,7 @@ def compare(before: Model, after: Model, prompts: list[list[int]]) -> Difference
 
 
 def export(python: str, checkpoint: Path, out: Path, drafter: str) -> Model:
-    """Export with an interpreter that has the model builder, and load what it wrote."""
+    """Export with an interpreter that has the model builder, and load the result."""
     script = HERE / "export_onnx.py"
     command = [python, str(script), str(checkpoint), str(out), "--drafter", drafter]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -121,17 +121,17 @@ def export(python: str, checkpoint: Path, out: Path, drafter: str) -> Model:
 def trip(
     model: Model, drafter: str, python: str, folder: Path
 ) -> tuple[Difference, Difference, dict[str, float]]:
-    """There and back, twice.
+    """Save, export and load a model, twice.
 
     Args:
-      model: float32.
-      drafter: its kind, or "none".
-      python: an interpreter with torch and onnxruntime-genai.
-      folder: for what is written.
+      model: model in float32.
+      drafter: kind of its drafter, or "none".
+      python: interpreter with torch and onnxruntime-genai.
+      folder: folder for the files.
 
     Returns:
-      The first artifact compared with ``model``, the second with the first, and what saving
-      ``model`` rounded.
+      The differences of the first artifact from ``model`` and of the second from the first, and
+      the tensors that saving ``model`` rounded.
     """
     vocab = model.target.vocab_size
     prompts = np.random.default_rng(0).integers(0, vocab, (3, 24)).tolist()
@@ -146,7 +146,7 @@ def trip(
 
 
 def stirred(target: DecoderTarget, seed: int) -> DecoderTarget:
-    """A random target whose vectors are random too: norms around 1, decays around -1."""
+    """Return a random target with random vectors too: norms around 1, decays around -1."""
     keys = iter(jax.random.split(jax.random.key(seed), 1000))
 
     def stir(path: Any, leaf: jax.Array) -> jax.Array:
@@ -175,7 +175,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     ),
     "Llama, tied": dict(attention=_PLAIN, layers=("attention",) * 3, tied=True),
 }
-"""Small targets, by architecture: what differs from ``jaxdraft.testing.tiny_target_config``."""
+"""Small targets, by architecture, as changes of ``jaxdraft.testing.tiny_target_config``."""
 
 SMALL = {
     **{f"Qwen3.5, {drafter}": ("Qwen3.5", drafter) for drafter in ("dflash2", "dspark", "mtp")},
@@ -186,7 +186,7 @@ SMALL = {
 
 
 def small_model(name: str) -> tuple[Model, str]:
-    """A random model of :data:`SMALL`, and the drafter to export."""
+    """Return a random model of :data:`SMALL`, and the drafter to export."""
     architecture, drafter = SMALL[name]
     changes: dict[str, Any] = TARGETS[architecture]
     if not architecture.startswith("Qwen3.5"):
@@ -200,7 +200,7 @@ def small_model(name: str) -> tuple[Model, str]:
 
 
 def main() -> None:
-    """Every model there and back; the result file beside this script."""
+    """Send every model through the builder and back, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--python", default=sys.executable)

@@ -3,9 +3,9 @@
     python experiments/sampled_modes.py            # the first family, DFlash2
     python experiments/sampled_modes.py FOLDER     # another artifact with a drafter
 
-Held-out prompts of the family, many samples of each, one batch a mode and temperature. The modes
-are those of ``jaxdraft.Sampling``; ``plain`` acceptance would be 1.00. Intervals are 95 % over
-prompts and samples, by bootstrap of whole rows (a row's rounds are not independent).
+Held-out prompts of the family, many samples of each, one batch per mode and temperature. The modes
+are those of ``jaxdraft.Sampling``; plain decoding has 1.00. Intervals are 95 % over prompts and
+samples, by bootstrap of whole rows (the rounds of a row are not independent).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from matplotlib import pyplot  # noqa: E402 - after the choice of a backend with
 def measure(
     model: Model, prompts: np.ndarray, tokens: int, temperature: float, mode: Proposals, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens emitted in rounds, and rounds, of every row."""
+    """Return the tokens emitted in rounds, and the number of rounds, of every row."""
     out = jaxdraft.generate(
         model,
         prompts,
@@ -42,7 +42,7 @@ def measure(
 
 
 def interval(emitted: np.ndarray, rounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """95 % of the resampled ratios."""
+    """Return the interval of 95 % of the resampled ratios."""
     picks = rng.integers(0, len(rounds), (1000, len(rounds)))
     return np.percentile(emitted[picks].sum(1) / rounds[picks].sum(1), [2.5, 97.5])
 
@@ -78,9 +78,9 @@ def main() -> None:
         print(cells, flush=True)
     body = table(["temperature", *PROPOSALS], rows)
     body += (
-        f"\n\nTokens a round: {len(ids)} held-out prompts, {args.samples} samples of "
+        f"\n\nTokens per round: {len(ids)} held-out prompts, {args.samples} samples of "
         f"{args.tokens - 1} tokens each; drafter {model.info.drafter}, "
-        f"{model.drafter.draft_tokens} drafts a round. In brackets: 95 % intervals."
+        f"{model.drafter.draft_tokens} drafts per round. In brackets: 95 % intervals."
     )
     if args.dry:
         print(body)
@@ -91,14 +91,14 @@ def main() -> None:
         axes.plot(args.temperatures, rate, "o-", label=mode)
         axes.fill_between(args.temperatures, low, high, alpha=0.15)
     axes.set_xlabel("temperature")
-    axes.set_ylabel("tokens a round")
+    axes.set_ylabel("tokens per round")
     axes.set_ylim(bottom=0.9)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(HERE / "sampled_modes.png", dpi=120)
     shrink(HERE / "sampled_modes.png")
-    body += "\n\n![tokens a round over temperature](sampled_modes.png)"
-    write_result(__file__, "Tokens a round when tokens are sampled", body)
+    body += "\n\n![tokens per round over temperature](sampled_modes.png)"
+    write_result(__file__, "Tokens per round of sampled text", body)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""SmolLM2-135M-Instruct with the drafter that comes with the package, against itself without.
+"""Does the shipped drafter speed up SmolLM2-135M-Instruct?
 
     python experiments/smollm2.py FOLDER                 # the checkpoint of the target
     python experiments/smollm2.py FOLDER --drafter OTHER # another drafter's folder
 
-``FOLDER`` is what ``prepare_smollm2.py`` makes, or the model as the hub has it. Prompts are
-``smollm2_prompts.json``: nothing was trained on them, and they were written before anything was
-measured. Every prompt is answered greedily, one at a time, until the model stops, by one target
-that has its matrices in blocks, too: plain decoding and every prefill read them as they are, short
-windows the blocks. Plain decoding, n-gram lookup, the drafter with all its drafts, with fewer, with
-fewer where :class:`jaxdraft.ConfidentDrafter` is sure of them, and with fewer where the lookup
-finds nothing (:class:`jaxdraft.FallbackDrafter`) take turns, prompt by prompt.
+``FOLDER`` is the output of ``prepare_smollm2.py``, or the model from the hub. The prompts in
+``smollm2_prompts.json`` were not used for training, and were written before any measurement. Every
+prompt is answered greedily, one at a time, until the model stops. The target has its matrices in
+blocks too: plain decoding and prefill read the plain layout, short windows the blocks. Six settings
+take turns, prompt by prompt: plain decoding; n-gram lookup; the drafter with all its drafts; with
+fewer; with fewer in a :class:`jaxdraft.ConfidentDrafter`; and with fewer where the lookup finds
+nothing (:class:`jaxdraft.FallbackDrafter`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAFTERS = ("none", "ngram", "dflash2", "fewer", "confident", "both")
 
 @dataclass
 class Answered:
-    """A prompt, and what every drafter made of it."""
+    """A prompt, with the output of every drafter and its seconds."""
 
     kind: str
     prompt: str
@@ -41,27 +41,27 @@ class Answered:
 
     @property
     def tokens(self) -> int:
-        """New tokens of the answer."""
+        """Number of new tokens in the answer."""
         return len(self.outputs["none"].ids()[0])
 
     def same(self, drafter: str) -> bool:
-        """Whether the drafter left the answer as it is."""
+        """Return whether the drafter left the answer unchanged."""
         return self.outputs[drafter].ids() == self.outputs["none"].ids()
 
     def gain(self, drafter: str) -> float:
-        """Plain decoding's seconds over the drafter's: the median of its turns."""
+        """Return plain decoding's seconds over the drafter's: the median over the turns."""
         pairs = zip(self.seconds["none"], self.seconds[drafter], strict=True)
         return statistics.median(plain / drafted for plain, drafted in pairs)
 
 
 @dataclass
 class Answers:
-    """Of some prompts together."""
+    """The answers to several prompts."""
 
     of: list[Answered] = field(default_factory=list)
 
     def row(self, name: str, drafter: str) -> list[object]:
-        """A line of the table."""
+        """Return a row of the table."""
         summary = summarize([one.outputs[drafter].stats for one in self.of])
         spent = {d: sum(statistics.median(o.seconds[d]) for o in self.of) for d in DRAFTERS}
         tokens = sum(one.tokens for one in self.of)
@@ -120,21 +120,21 @@ def main() -> None:
         print(one.kind, one.tokens, {name: round(one.gain(name), 2) for name in DRAFTERS[1:]})
     rows = [part.row(kind, name) for kind, part in kinds.items() for name in DRAFTERS]
     rows += [whole.row("**all**", name) for name in DRAFTERS]
-    head = ["prompts", "drafter", "tokens a round", "accepted", "tokens/s", "against none"]
-    head += ["of single prompts", "same tokens"]
+    head = ["prompts", "drafter", "tokens per round", "accepted", "tokens/s", "against none"]
+    head += ["single prompts", "same tokens"]
     body = table(head, rows) + "\n\n" + remarks(whole, model, args)
     write_result(__file__, "SmolLM2-135M-Instruct with a drafter of its own", body)
 
 
 def remarks(whole: Answers, model: Any, args: argparse.Namespace) -> str:
-    """How it was measured, and where drafting does not pay."""
+    """Return a description of the measurement, and the prompts on which drafting does not pay."""
     summary = summarize([one.outputs["dflash2"].stats for one in whole.of])
     by_position = ", ".join(f"{share or 0:.0%}" for share in summary.acceptance_at)
     slower = {
         name: [f"“{one.prompt}” ({one.gain(name):.2f})" for one in whole.of if one.gain(name) < 1]
         for name in DRAFTERS[2:]
     }
-    said = "\n".join(
+    slowest = "\n".join(
         f"* *{name}* was slower than plain decoding on {len(slow)} of {len(whole.of)} prompts"
         + (f": {'; '.join(slow)}" if slow else "")
         + "."
@@ -143,15 +143,16 @@ def remarks(whole: Answers, model: Any, args: argparse.Namespace) -> str:
     return (
         f"Float32, one request at a time, greedily, {args.tokens} new tokens at most, whole calls "
         f"with the prefill; medians of {args.repeats} turns after one warm-up. *Against none* is "
-        "plain decoding's time over the drafter's, of all prompts of a kind together; then the "
-        "least and the largest of single prompts. K is "
+        "plain decoding's time over the drafter's, for all prompts of a kind together; the next "
+        "column has the least and the largest for single prompts. K is "
         f"{model.drafter.draft_tokens} for DFlash2.\n\n"
-        f"DFlash2's drafts accepted by position, when those before stand: {by_position}.\n\n"
-        f"All of it with load(blocked=True). *fewer* has the first {args.drafts} drafts of every "
-        "block, so that the target's window is shorter, and *ngram* has as many. *confident* is "
-        f"*fewer* behind ConfidentDrafter(round_cost={args.round_cost}): drafts are verified where "
-        "the lattice promises more than they cost. *both* is FallbackDrafter: *fewer* where "
-        "*ngram* finds nothing.\n\n" + said
+        "Acceptance of DFlash2's drafts by position, given that all before were accepted: "
+        f"{by_position}.\n\n"
+        f"All rows use load(blocked=True). *fewer* uses the first {args.drafts} drafts of every "
+        "block, for a shorter window of the target; *ngram* has as many. *confident* is *fewer* in "
+        f"a ConfidentDrafter(round_cost={args.round_cost}): drafts are verified where their "
+        "expected gain exceeds their cost. *both* is a FallbackDrafter: *fewer* where "
+        "*ngram* finds nothing.\n\n" + slowest
     )
 
 

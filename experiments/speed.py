@@ -64,11 +64,11 @@ def main() -> None:
         "none, tokens/s",
         "DFlash2, tokens/s",
         "speed-up",
-        "tokens a round",
+        "tokens per round",
         "tokens",
     ]
     body = table(head, rows) + (
-        f"\n\nGreedy, {args.tokens} new tokens a prompt, prefill included, whole calls of "
+        f"\n\nGreedy, {args.tokens} new tokens per prompt, prefill included, whole calls of "
         f"`generate`; medians of {args.repeats} after one warm-up, the speed-up pair by pair "
         "(least..largest)."
     )

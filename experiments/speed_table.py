@@ -1,21 +1,21 @@
-"""How fast is DFlash2 beside MTP? The reference's published table, in our terms.
+"""How fast is DFlash2 compared with MTP? The reference's published table, on models made here.
 
     python experiments/speed_table.py [FOLDER...]            # the embedded family, or others
     python experiments/speed_table.py --geometry 27b         # a GPU: random weights, see below
     python experiments/speed_table.py --geometry tiny --dry  # the same, in a minute on a CPU
 
-Three prompt lengths, seven drafts a round, one request at a time, greedily; every drafter that the
-folders have, all in turn in one process; tokens and counters of every run must be the same, and the
-tokens those without drafts. The published table has 512, 2,048 and 8,192 prompt tokens; a model
-whose context is too short for them gets 128, 384 and 768.
+Three prompt lengths, seven drafts per round, one request at a time, greedily, with every drafter of
+the folders, all in turn in one process. Tokens and counters of every run must be the same, and the
+tokens those of plain decoding. The published table has 512, 2,048 and 8,192 prompt tokens; a model
+with too short a context gets 128, 384 and 768.
 
 Whole calls of ``generate`` are timed, and the same calls stopped at their first token by its id,
 which is the same program; the difference is decoding alone.
 
 With ``--geometry`` there is no trained model. Target and drafters have random weights and do all of
-their work, but what they say is written beforehand: the target speaks a script, and of the drafts
-as many are the script's as ``--acceptance`` says. So the times are those of a model of this size
-whose drafters are as good as that, and nothing else is learned.
+their work, but the tokens are scripted: the target emits a script, and drafts follow the script at
+the rates of ``--acceptance``. The times are therefore those of a model of this size with drafters
+of this acceptance, and give no other information.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from jaxdraft.nn.mtp import Mtp
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 
 PUBLISHED = {512: (139.92, 166.40), 2048: (138.59, 155.92), 8192: (111.26, 129.43)}
-"""Tokens a second with MTP and with DFlash2, by prompt length: onnxruntime-genai, a 27B hybrid on
+"""Tokens per second with MTP and with DFlash2, by prompt length: onnxruntime-genai, a 27B hybrid on
 one H200, K = 7, 1,024 new tokens."""
 
 SHORT, SHORT_TOKENS = (128, 384, 768), 192
@@ -71,9 +71,9 @@ DRAFTS = 7
 KINDS = ("mtp", "dflash2", "dspark")
 
 ACCEPTANCE = {"mtp": 0.656, "dflash2": 0.748}
-"""Chance that a draft whose predecessors stand does too, the same at every position: 2.81 and 3.58
-tokens a round at K = 7. So many were measured for Qwen3.8-27B in bfloat16, over eleven kinds of
-prompts at temperature 1 (ggml-org/llama.cpp, pull request 27342)."""
+"""Probability that a draft is accepted, given that all before it were, the same at every position:
+2.81 and 3.58 tokens per round at K = 7, as measured for Qwen3.8-27B in bfloat16, over eleven kinds
+of prompts at temperature 1 (ggml-org/llama.cpp, pull request 27342)."""
 
 
 # --------------------------------------------------------------------------- replay
@@ -81,7 +81,7 @@ prompts at temperature 1 (ggml-org/llama.cpp, pull request 27342)."""
 
 @struct.dataclass
 class ScriptedTarget:
-    """A target that does all of its work and then says what a script says."""
+    """A target that does all of its work, and then emits the tokens of a script."""
 
     inner: Target
     script: jax.Array  # [S] int32: the token of every position, in all rows
@@ -93,7 +93,7 @@ class ScriptedTarget:
 
     @property
     def context_length(self) -> int:
-        """Of the target inside."""
+        """Context length of the target inside."""
         return self.inner.context_length
 
     def init(self, batch: int, capacity: int) -> Any:
@@ -103,7 +103,7 @@ class ScriptedTarget:
     def forward(
         self, tokens: jax.Array, count: jax.Array, state: Any, *, row: jax.Array | None = None
     ) -> TargetOutput:
-        """See :meth:`jaxdraft.base.Target.forward`: real logits, the script's token above all."""
+        """See :meth:`jaxdraft.base.Target.forward`: real logits, but the script's token is best."""
         out = self.inner.forward(tokens, count, state, row=row)
         batch, rows, _ = out.logits.shape
         at = jnp.arange(rows, dtype=jnp.int32)[None] if row is None else row[:, None]
@@ -118,7 +118,7 @@ class ScriptedTarget:
 
 @struct.dataclass
 class ReplayState:
-    """What a :class:`ReplayDrafter` remembers."""
+    """State of a :class:`ReplayDrafter`."""
 
     inner: Any
     rounds: jax.Array  # [B] uint32, proposals made
@@ -126,32 +126,32 @@ class ReplayState:
 
 @struct.dataclass
 class ReplayDrafter:
-    """Does all of a drafter's work, and proposes so many right drafts as was measured elsewhere.
+    """A drafter that does all of its work, and proposes right drafts at given rates.
 
-    In proposal n, the first ``sum(stands > u_n)`` drafts are the script's and the others are not;
-    ``u_n`` is the fraction of ``n`` golden ratios, which fills 0..1 evenly: after n rounds every
-    share is met to a few 1/n, where draws would leave 1/sqrt(n). Nothing is left to chance.
+    In proposal n, the first ``sum(survival > u_n)`` drafts are the script's and the others are not.
+    ``u_n`` is the fractional part of ``n`` golden ratios, which fills 0..1 evenly: after n rounds
+    every rate is met to a few 1/n, where random draws would miss it by 1/sqrt(n).
     """
 
     inner: Drafter
     script: jax.Array  # [S] int32, as the target's
-    stands: jax.Array  # [K] float32: share of rounds in which draft k and all before it stand
+    survival: jax.Array  # [K] float32: share of rounds that accept draft k and all before it
     vocab_size: int = struct.field(pytree_node=False)
 
     @classmethod
     def of(
         cls, inner: Drafter, script: jax.Array, rates: Sequence[float], vocab_size: int
     ) -> ReplayDrafter:
-        """Around ``inner``.
+        """Wrap a drafter.
 
         Args:
-          inner: any drafter.
-          script: [S] int32.
-          rates: the chance that draft k stands when those before it do, K of them, or one for all.
+          inner: drafter of any kind.
+          script: tokens [S] int32.
+          rates: probability that draft k is accepted, given that all before it were; K or one.
           vocab_size: V.
 
         Raises:
-          ValueError: another number of rates, or one outside 0..1.
+          ValueError: the number of rates is neither K nor one, or a rate is outside 0..1.
         """
         drafts = inner.draft_tokens
         each = list(rates) * drafts if len(rates) == 1 else list(rates)
@@ -180,7 +180,7 @@ class ReplayDrafter:
         # Golden ratios as integers: 2**32 / 1.618..., which wraps around as a fraction does.
         turn = state.rounds * jnp.uint32(2654435769) + jnp.uint32(2**31)
         u = (turn >> 8).astype(jnp.float32) / 2**24  # [B]
-        right = jnp.sum(self.stands[None] > u[:, None], axis=1, dtype=jnp.int32)
+        right = jnp.sum(self.survival[None] > u[:, None], axis=1, dtype=jnp.int32)
         step = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
         place = (feed.first_position + feed.count + 1)[:, None] + step
         token = jnp.take(self.script, place, mode="clip")
@@ -200,7 +200,7 @@ class ReplayDrafter:
 
 
 def target_27b() -> TargetConfig:
-    """Qwen3.5-27B's sizes as far as known: those of ``large_geometry.py``."""
+    """Return the sizes of Qwen3.5-27B as far as known: those of ``large_geometry.py``."""
     import large_geometry as sizes  # needs onnx
 
     return TargetConfig(
@@ -234,7 +234,7 @@ def target_27b() -> TargetConfig:
 
 
 def block_27b(target: TargetConfig, kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
-    """A block drafter at the width of 27B.
+    """Return the configuration of a block drafter at the width of 27B.
 
     Block, candidates, rank and convolution are those of the published DFlash2 of this size; layers,
     heads, window and taps those of others of its kind. DSpark: without convolution and window.
@@ -269,7 +269,7 @@ def block_27b(target: TargetConfig, kind: Literal["dflash2", "dspark"]) -> Block
 
 
 def drafter_27b(target: DecoderTarget, kind: str) -> Drafter:
-    """A random drafter that shares embedding and head with its target."""
+    """Return a random drafter that shares embedding and head with its target."""
     params, dtype = target.decoder.params, target.dtype
     shared = params["embed"]["weight"], params["head"]["weight"]
     rngs = nnx.Rngs(1)
@@ -282,7 +282,7 @@ def drafter_27b(target: DecoderTarget, kind: str) -> Drafter:
 
 
 def tiny(target: DecoderTarget, kind: str) -> Drafter:
-    """The same of two small layers."""
+    """Return the same with two small layers."""
     if kind == "mtp":
         return tiny_mtp(target, draft_tokens=DRAFTS)
     block = DRAFTS + (kind == "dflash2")
@@ -290,14 +290,14 @@ def tiny(target: DecoderTarget, kind: str) -> Drafter:
 
 
 def geometry(name: str, rates: dict[str, list[float]]) -> tuple[dict[str, Variant], np.ndarray]:
-    """Variants over a script, plain decoding first, and the script [S] int32.
+    """Return variants over a script, plain decoding first, and the script [S] int32.
 
     Args:
       name: "27b" or "tiny".
-      rates: by kind of drafter; see :meth:`ReplayDrafter.of`.
+      rates: acceptance rates by kind of drafter; see :meth:`ReplayDrafter.of`.
 
     Raises:
-      ValueError: rates of a kind that is not here, or as :meth:`ReplayDrafter.of`.
+      ValueError: rates are given for an unknown kind, or :meth:`ReplayDrafter.of` refuses them.
     """
     if unknown := set(rates) - set(KINDS):
         raise ValueError(f"acceptance of {', '.join(sorted(unknown))}; expected {', '.join(KINDS)}")
@@ -318,10 +318,10 @@ def geometry(name: str, rates: dict[str, list[float]]) -> tuple[dict[str, Varian
 
 
 def parse_rates(entries: Sequence[str]) -> dict[str, list[float]]:
-    """``["mtp=0.7", "dflash2=0.8,0.7"]`` -> rates by kind.
+    """Parse ``["mtp=0.7", "dflash2=0.8,0.7"]`` into rates by kind.
 
     Raises:
-      ValueError: an entry of another form.
+      ValueError: an entry has another form.
     """
     found = {}
     for entry in entries:
@@ -339,22 +339,22 @@ def parse_rates(entries: Sequence[str]) -> dict[str, list[float]]:
 
 
 class Variant:
-    """One drafter beside its target, and what its runs said."""
+    """A drafter, its target, and the outcomes of its runs."""
 
     def __init__(self, model: Model, drafter: str | Drafter, draft_tokens: int | None = None):
         self.model, self.drafter = model, model.choose(drafter, draft_tokens)
         self.outputs: list[Output] = []
-        self.said: list[tuple[str, Summary]] = []
+        self.outcomes: list[tuple[str, Summary]] = []
 
     def whole(self, prompts: list[list[int]], tokens: int) -> None:
-        """Generate; remember a hash of the tokens, and the counters."""
+        """Generate, and record a hash of the tokens and the counters."""
         self.outputs = [self._call(prompt, tokens, ()) for prompt in prompts]
         digest = hashlib.sha256(repr([out.ids() for out in self.outputs]).encode())
         summary = jaxdraft.summarize([out.stats for out in self.outputs])
-        self.said.append((digest.hexdigest()[:12], summary))
+        self.outcomes.append((digest.hexdigest()[:12], summary))
 
     def first(self, prompts: list[list[int]], tokens: int) -> None:
-        """Generate up to the first token, which is known from before."""
+        """Generate up to the first token, which the call before has shown."""
         for prompt, out in zip(prompts, self.outputs, strict=True):
             ended = self._call(prompt, tokens, (out.ids()[0][0],))
             assert ended.ids()[0] == out.ids()[0][:1]
@@ -367,44 +367,46 @@ class Variant:
 
 @dataclass(frozen=True)
 class Fact:
-    """What a drafter came to, for prompts of one length."""
+    """The measurements of a drafter, for prompts of one length."""
 
     digest: str
     summary: Summary
     tokens: int  # emitted in a run, the first of each prompt included
     prompts: int
     whole: list[float]  # seconds of every run
-    decoding: list[float]  # the same without what ends at the first token
+    decoding: list[float]  # the same without the calls that end at the first token
 
     @property
     def speed(self) -> float:
-        """Tokens a second of whole calls."""
+        """Tokens per second of whole calls."""
         return self.tokens / statistics.median(self.whole)
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens a second after the first."""
+        """Tokens per second after the first."""
         return (self.tokens - self.prompts) / statistics.median(self.decoding)
 
 
 def measure(
     found: dict[str, Variant], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Fact]:
-    """Every variant over prompts of one length, in turn.
+    """Run every variant over prompts of one length, in turn.
 
     Raises:
-      AssertionError: runs of a drafter differ, or a drafter changed the tokens.
+      AssertionError: the runs of a drafter differ, or a drafter changed the tokens.
     """
     calls: dict[str, Callable[[], None]] = {}
     for name, variant in found.items():
-        variant.said = []
+        variant.outcomes = []
         calls[name] = functools.partial(variant.whole, prompts, args.tokens)
         calls[f"{name} first"] = functools.partial(variant.first, prompts, args.tokens)
     seconds = interleave(calls, repeats=args.runs, warmups=args.warmups)
     facts = {}
     for name, variant in found.items():
-        assert len(set(map(repr, variant.said))) == 1, f"{name}: runs differ: {variant.said}"
-        digest, summary = variant.said[0]
+        assert len(set(map(repr, variant.outcomes))) == 1, (
+            f"{name}: runs differ: {variant.outcomes}"
+        )
+        digest, summary = variant.outcomes[0]
         whole, first = seconds[name], seconds[f"{name} first"]
         decoding = [w - f for w, f in zip(whole, first, strict=True)]
         tokens = sum(len(out.ids()[0]) for out in variant.outputs)
@@ -415,7 +417,7 @@ def measure(
 
 
 def family(folders: list[Path], drafts: int) -> dict[str, Variant]:
-    """Every drafter of the folders, plain decoding first."""
+    """Load every drafter of the folders, plain decoding first."""
     found: dict[str, Variant] = {}
     for folder in folders:
         for kind, (model, drafter) in drafters_of(folder, drafts, "float32").items():
@@ -429,20 +431,20 @@ def family(folders: list[Path], drafts: int) -> dict[str, Variant]:
 
 
 def spread(above: Sequence[float], below: Sequence[float]) -> str:
-    """Median ratio, least and largest, pair by pair."""
+    """Format the median, least and largest ratio, pair by pair."""
     low, middle, high = ratios(above, below)
     return f"{middle:.2f} ({low:.2f}..{high:.2f})"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
+    """Return the geometric mean of positive numbers."""
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def published(lengths: Sequence[int]) -> dict[int, tuple[int, float, float]]:
-    """The published length, MTP and DFlash2 that stand beside each of ours.
+    """Return the published length, MTP and DFlash2 to print beside each of the given lengths.
 
-    By length; three others stand beside the three published ones in their order.
+    Equal lengths are paired; three lengths that all differ are paired in their order.
     """
     rows = [(length, *pair) for length, pair in PUBLISHED.items()]
     if not set(lengths) & set(PUBLISHED) and len(lengths) == len(rows):
@@ -451,7 +453,7 @@ def published(lengths: Sequence[int]) -> dict[int, tuple[int, float, float]]:
 
 
 def report(results: dict[int, dict[str, Fact]], found: dict[str, Variant]) -> str:
-    """Tables in Markdown."""
+    """Return the tables in Markdown."""
     rows = []
     for length, facts in results.items():
         plain = facts["none"]
@@ -469,16 +471,16 @@ def report(results: dict[int, dict[str, Fact]], found: dict[str, Variant]) -> st
                     fact.digest,
                 ]
             )
-    head = ["prompt", "drafter", "K", "tokens a round", "tokens/s", "tokens/s, decoding"]
+    head = ["prompt", "drafter", "K", "tokens per round", "tokens/s", "tokens/s, decoding"]
     head += ["speed-up", "speed-up, decoding", "tokens' hash"]
     parts = [table(head, rows)]
     if all({"mtp", "dflash2"} <= set(facts) for facts in results.values()):
-        parts += ["DFlash2 against MTP, beside the published table:", against(results)]
+        parts += ["DFlash2 against MTP, with the published table:", against(results)]
     return "\n\n".join(parts)
 
 
 def against(results: dict[int, dict[str, Fact]]) -> str:
-    """DFlash2 / MTP by prompt length and in geometric mean, ours and the published."""
+    """Return DFlash2 / MTP by prompt length and in geometric mean, measured and published."""
     theirs = published(list(results))
     rows, whole, decoding = [], [], []
     for length, facts in results.items():
@@ -492,8 +494,8 @@ def against(results: dict[int, dict[str, Fact]]) -> str:
             row += [f"{at:,}", f"{slow:.2f}", f"{fast:.2f}", f"{fast / slow:.2f}"]
         rows.append([*row, *[""] * (9 - len(row))])
     ours = [f"**{geometric_mean(w):.2f}**" if min(w) > 0 else "-" for w in (whole, decoding)]
-    told = [fast / slow for _, slow, fast in theirs.values()]
-    mean = f"**{geometric_mean(told):.2f}**" if told else ""
+    known = [fast / slow for _, slow, fast in theirs.values()]
+    mean = f"**{geometric_mean(known):.2f}**" if known else ""
     rows.append(["geometric mean", "", "", *ours, "", "", "", mean])
     head = ["prompt", "MTP, tokens/s", "DFlash2, tokens/s", "DFlash2 / MTP", "decoding alone"]
     head += ["published: prompt", "MTP", "DFlash2", "DFlash2 / MTP"]
@@ -501,7 +503,7 @@ def against(results: dict[int, dict[str, Fact]]) -> str:
 
 
 def closing(args: argparse.Namespace, rates: dict[str, list[float]], load: float) -> str:
-    """What was run, and what was not."""
+    """Return a description of the measurement, and of what was not run."""
     lines = [
         f"Greedy, one request at a time, {args.tokens} new tokens; medians of {args.runs} runs "
         f"after {args.warmups}, ratios pair by pair (least..largest). Tokens are the same with "
@@ -510,18 +512,18 @@ def closing(args: argparse.Namespace, rates: dict[str, list[float]], load: float
         f"Load of the machine before the first run: {load:.1f}."
     ]
     if args.geometry:
-        asked = "; ".join(f"{k} {', '.join(map(str, r))}" for k, r in rates.items())
+        given = "; ".join(f"{k} {', '.join(map(str, r))}" for k, r in rates.items())
         lines.append(
-            f"**Random weights at the geometry `{args.geometry}`, acceptance replayed** (chance "
-            f"that a draft stands when those before it do: {asked}). The tokens are a script: "
-            "nothing here says how good a drafter is."
+            f"**Random weights at the geometry `{args.geometry}`, acceptance replayed** (the "
+            "probability that a draft is accepted, given that all before it were: "
+            f"{given}). The tokens are scripted, so acceptance is an input and not a result."
         )
     elif (HERE / "speed_table_27b.md").exists():
         lines.append("The published geometry with replayed acceptance: `speed_table_27b.md`.")
     else:
         lines.append(
             "Not run: the published geometry (`--geometry 27b` writes `speed_table_27b.md` and "
-            "needs a GPU with some 70 GB). Ratios of a model this small say nothing about it."
+            "needs a GPU with some 70 GB). Ratios of a model this small do not predict it."
         )
     return "\n\n".join(lines)
 
@@ -535,10 +537,12 @@ def main() -> None:
         "--acceptance",
         nargs="+",
         metavar="KIND=RATES",
-        help="replayed with --geometry: one rate, or one a position",
+        help="rates to replay with --geometry: one, or one per position",
     )
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--prompts", type=int, default=4, help="held-out files; not of a geometry")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="number of held-out files; unused with --geometry"
+    )
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=2)
@@ -576,7 +580,7 @@ def main() -> None:
         print(body)
         return
     name = f"speed_table_{args.geometry}" if args.geometry else None
-    write_result(__file__, "DFlash2 beside MTP", body, name)
+    write_result(__file__, "DFlash2 compared with MTP", body, name)
 
 
 if __name__ == "__main__":

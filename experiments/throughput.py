@@ -1,14 +1,14 @@
-"""How many tokens a second come out of the engine, and out of static batches?
+"""How many tokens per second do the engine and static batches produce?
 
     python experiments/throughput.py                        # the first family
     python experiments/throughput.py NAME=FOLDER            # any artifact
     python experiments/throughput.py NAME=FOLDER --ort      # and onnxruntime-genai on the same one
 
-The same requests for everybody: prompts of one length, outputs of many. At each concurrency c the
-engine has c rows and takes the next request when one is over; `generate` runs batches of c, each
-until its longest row is over, and so does onnxruntime-genai, which batches prompts of one length.
-Tokens past what a request wanted are not counted. In one process, in turn, greedily; prefixes are
-not remembered, since every repeat has the same prompts. `--ort` needs
+All run the same requests: prompts of one length, outputs of many lengths. At each concurrency c the
+engine has c rows and takes the next request when one is finished. `generate` and onnxruntime-genai
+run batches of c, each until its longest row is finished; onnxruntime-genai batches prompts of one
+length. Tokens past the end of a request are not counted. All run in one process, in turn, greedily,
+without the engine's prefix cache, since every repeat has the same prompts. `--ort` needs
 `pip install onnxruntime-genai==0.18.0`, and an artifact with a dense cache for the CPU.
 """
 
@@ -28,13 +28,13 @@ from jaxdraft import Engine, Model
 
 
 class Workload:
-    """Requests: prompts [n, size] and how many tokens each wants.
+    """Requests: prompts [n, size], and the number of new tokens of each.
 
     Args:
-      model: the model; the first family gets pieces of its held-out files, any other random ids.
-      requests: n.
-      size: tokens of a prompt.
-      tokens: the most a request wants; the least is a quarter of it.
+      model: model to run; prompts are pieces of held-out files for the first family, else random.
+      requests: number of requests, n.
+      size: tokens per prompt.
+      tokens: largest number of new tokens per request; the least is a quarter of it.
     """
 
     def __init__(self, model: Model, requests: int, size: int, tokens: int) -> None:
@@ -50,11 +50,11 @@ class Workload:
 
     @property
     def total(self) -> int:
-        """Tokens that all requests want together."""
+        """Number of new tokens of all requests together."""
         return sum(self.wanted)
 
     def batches(self, size: int) -> list[tuple[list[list[int]], list[int]]]:
-        """Prompts and wishes of ``size`` requests at a time, the last batch filled up."""
+        """Yield prompts and lengths of ``size`` requests at a time, the last batch filled up."""
         pairs = list(zip(self.prompts, self.wanted, strict=True))
         pairs += [(self.prompts[0], 1)] * (-len(pairs) % size)
         parts = (pairs[i : i + size] for i in range(0, len(pairs), size))
@@ -64,7 +64,7 @@ class Workload:
 def with_engine(
     model: Model, work: Workload, rows: int, drafter: str, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """The engine, with ``rows`` rows."""
+    """Return a run of the engine with ``rows`` rows."""
     longest = max(len(p) + n for p, n in zip(work.prompts, work.wanted, strict=True))
     engine = Engine(model, max_batch=rows, drafter=drafter, context=longest, prefix_cache=False)
 
@@ -84,15 +84,15 @@ def with_engine(
 def with_generate(
     model: Model, work: Workload, rows: int, drafter: str, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """Static batches of ``rows``, each until its longest row is over."""
+    """Return a run of static batches of ``rows``, each until its longest row is finished."""
 
     def run() -> None:
-        said: list[list[int]] = []
+        outputs: list[list[int]] = []
         for prompts, wanted in work.batches(rows):
-            said += jaxdraft.generate(
+            outputs += jaxdraft.generate(
                 model, prompts, max_new_tokens=wanted, stop_ids=(), drafter=drafter
             ).ids()
-        found[f"generate {drafter}"] = said[: len(work.prompts)]
+        found[f"generate {drafter}"] = outputs[: len(work.prompts)]
 
     return run
 
@@ -100,14 +100,14 @@ def with_generate(
 def with_ort(
     folder: Path, work: Workload, rows: int, threads: int, found: dict[str, Any]
 ) -> Callable[[], None]:
-    """onnxruntime-genai, static batches of ``rows``."""
+    """Return a run of onnxruntime-genai in static batches of ``rows``."""
     import onnxruntime_genai as og
     from ort_baseline import OrtBaseline
 
     model = OrtBaseline(folder, threads=threads)._model
 
     def run() -> None:
-        said: list[list[int]] = []
+        outputs: list[list[int]] = []
         for prompts, wanted in work.batches(rows):
             ids = np.asarray(prompts, np.int32)
             params = og.GeneratorParams(model)
@@ -123,14 +123,14 @@ def with_ort(
                 generator.generate_next_token()
             for row, count in enumerate(wanted):
                 tokens = generator.get_sequence(row)[ids.shape[1] :]
-                said.append([int(t) for t in tokens[:count]])
-        found["onnxruntime-genai"] = said[: len(work.prompts)]
+                outputs.append([int(t) for t in tokens[:count]])
+        found["onnxruntime-genai"] = outputs[: len(work.prompts)]
 
     return run
 
 
 def compare(args: argparse.Namespace, name: str, folder: Path) -> str:
-    """The table of one artifact."""
+    """Measure one artifact, and return its table."""
     model = jaxdraft.load(folder)
     work = Workload(model, args.requests, args.prompt, args.tokens)
     drafters = ["none"] + ([model.info.drafter] if model.info.drafter != "none" else ["ngram"])
@@ -163,7 +163,14 @@ def compare(args: argparse.Namespace, name: str, folder: Path) -> str:
                     f"{same} of {len(truth)}",
                 ]
             )
-    head = ["at once", "who", "tokens/s", "against generate none", "tokens a round", "same outputs"]
+    head = [
+        "at once",
+        "runtime",
+        "tokens/s",
+        "against generate none",
+        "tokens per round",
+        "same outputs",
+    ]
     shape = (
         f"{args.requests} requests of {args.prompt} prompt tokens and {min(work.wanted)} to "
         f"{max(work.wanted)} new ones, {work.total} in all"

@@ -8,8 +8,8 @@ Stages run in the order given; each leaves its result in the folder and can be s
 again. The text is the Python standard library's own source (PSF licence), ten files of which are
 held out whole; the tokens are a byte-level BPE of that text; drafters learn from the frozen
 target's own continuations, greedy and sampled. Losses see every matrix rounded to four bits, the
-rest ends as bfloat16 values, and ``save`` writes the checkpoints that the field's runtimes and
-exporters read, without a loss. The result of ``evaluate`` is ``train_family.md``, that of ``speed``
+rest ends as bfloat16 values, and ``save`` writes checkpoints that other runtimes and exporters
+read, without loss. The result of ``evaluate`` is ``train_family.md``, that of ``speed``
 ``train_family_speed.md``.
 """
 
@@ -116,7 +116,7 @@ STEPS = {"target": 500, "mtp": 250, "dspark": 800, "dspark-more": 1200, "dflash2
 
 
 def sources(library: Path) -> tuple[list[Path], list[Path]]:
-    """Files to train on, and the held-out ones."""
+    """Return the files to train on, and the held-out ones."""
     train = []
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).parts
@@ -128,7 +128,7 @@ def sources(library: Path) -> tuple[list[Path], list[Path]]:
 
 
 def make_text(out: Path, library: Path) -> None:
-    """Train the tokenizer, and write all tokens: a file is ``<|endoftext|>`` and its content."""
+    """Train the tokenizer, and write all tokens: ``<|endoftext|>`` and the content of each file."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     train, held_out = sources(library)
@@ -178,7 +178,7 @@ def make_text(out: Path, library: Path) -> None:
 
 
 def target_config() -> TargetConfig:
-    """The target: gated delta nets, and full attention every fourth layer."""
+    """Return the target's configuration: gated delta nets, full attention every fourth layer."""
     return TargetConfig(
         vocab_size=VOCABULARY,
         width=512,
@@ -204,12 +204,12 @@ def target_config() -> TargetConfig:
 
 
 def in_four_bits(kinds: Labels) -> Callable[[Any], Any]:
-    """Matrices are stored in four bits, and the losses see them so from the first step."""
+    """Round matrices to four bits, as they are stored; the losses use it from the first step."""
     return functools.partial(round_to_int4, kinds=kinds)
 
 
 def train_target(out: Path, steps: int) -> None:
-    """Language modelling."""
+    """Train the target as a language model."""
     frozen = initialize.decoder(
         Frozen.of(Decoder(target_config(), dtype=jnp.float32, rngs=nnx.Rngs(0))), jax.random.key(0)
     )
@@ -229,11 +229,11 @@ def train_target(out: Path, steps: int) -> None:
     learned = Frozen(state.params, frozen.structure)
     trained = round_as_stored(learned, kinds, shifted_norms=True)
     save_arrays(out / "target.npz", trained)
-    print(f"held out: {held_out_nats(out, trained):.3f} nats a token")
+    print(f"held out: {held_out_nats(out, trained):.3f} nats per token")
 
 
 def held_out_nats(out: Path, target: Frozen) -> float:
-    """Mean nats a token of the held-out files, in windows of the training length."""
+    """Return the mean nats per token of the held-out files, in windows of the training length."""
     files = json.loads((out / "held_out.json").read_text())
     loss = jax.jit(lambda frozen, tokens: language_loss(frozen(), tokens)[0])
     nats = []
@@ -246,7 +246,7 @@ def held_out_nats(out: Path, target: Frozen) -> float:
 
 
 def save_arrays(path: Path, frozen: Frozen) -> None:
-    """All arrays of a module, named by their paths."""
+    """Write all arrays of a module, named by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(frozen.params)
     names = ["/".join(str(part.key) for part in keys) for keys, _ in flat]
     arrays: dict[str, Any] = {n: np.asarray(a) for n, (_, a) in zip(names, flat, strict=True)}
@@ -254,7 +254,7 @@ def save_arrays(path: Path, frozen: Frozen) -> None:
 
 
 def load_arrays(path: Path, form: nnx.Module) -> Frozen:
-    """What :func:`save_arrays` wrote, in a module like ``form``."""
+    """Read the arrays of :func:`save_arrays` into a module like ``form``."""
     frozen = Frozen.of(form)
     with np.load(path) as arrays:
         params = jax.tree.map_with_path(
@@ -265,7 +265,7 @@ def load_arrays(path: Path, form: nnx.Module) -> Frozen:
 
 
 def load_target(out: Path) -> DecoderTarget:
-    """The trained target."""
+    """Return the trained target."""
     config = target_config()
     frozen = load_arrays(out / "target.npz", Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     return DecoderTarget(frozen, config, jnp.dtype(jnp.float32))
@@ -275,7 +275,7 @@ def load_target(out: Path) -> DecoderTarget:
 
 
 def make_continuations(out: Path) -> None:
-    """Let the target go on after cuts of the text, half of them greedily, and keep its features."""
+    """Continue cuts of the text with the target, half of them greedily, and keep its features."""
     target = load_target(out)
     tokens = np.load(out / "tokens.npy").astype(np.int32)
     rng = np.random.default_rng(2)
@@ -307,7 +307,7 @@ def make_continuations(out: Path) -> None:
 
 
 def block_config(kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
-    """Two small layers over the target's states: a window for DFlash2, everything for DSpark."""
+    """Return two small layers over the target's states: a window for DFlash2, all for DSpark."""
     target = target_config()
     dflash2 = kind == "dflash2"
     return BlockDrafterConfig(
@@ -338,7 +338,7 @@ def block_config(kind: Literal["dflash2", "dspark"]) -> BlockDrafterConfig:
 
 
 def new_drafter(kind: str) -> nnx.Module:
-    """An untrained drafter."""
+    """Return an untrained drafter."""
     if kind == "mtp":
         return Mtp(MtpConfig.of(target_config()), dtype=jnp.float32, rngs=nnx.Rngs(4))
     form = DFlash2 if kind == "dflash2" else DSpark
@@ -347,10 +347,10 @@ def new_drafter(kind: str) -> nnx.Module:
 
 
 def warm(out: Path, kind: str, fresh: Frozen, target: DecoderTarget) -> Frozen:
-    """Begin with what is learned already.
+    """Initialize a drafter from trained weights.
 
-    DSpark's backbone is DFlash2's without convolutions. The MTP head begins as the target's last
-    layer, over the sum of the two rows it reads.
+    DSpark's backbone starts as DFlash2's without convolutions. The MTP head starts as the target's
+    last layer, over the sum of the two rows it reads.
     """
     params = dict(fresh.params)
     if kind == "dspark":
@@ -368,8 +368,8 @@ def warm(out: Path, kind: str, fresh: Frozen, target: DecoderTarget) -> Frozen:
 def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> None:
     """Distil the target's continuations into a drafter.
 
-    With ``more``, a trained one goes on at half the rate, mostly on sampled sequences: a Markov
-    head knows less of a row than DFlash2's selector, and needs longer for them.
+    With ``more``, training continues at half the rate, mostly on sampled sequences: a Markov head
+    has less information about a row than DFlash2's selector, and needs more steps for them.
     """
     target = load_target(out)
     if more:
@@ -414,7 +414,7 @@ def train_drafter(out: Path, kind: str, steps: int, *, more: bool = False) -> No
 
 
 def load_drafter(out: Path, kind: str, target: DecoderTarget) -> BlockDrafter | MtpDrafter:
-    """A trained drafter of ``target``."""
+    """Return a trained drafter of ``target``."""
     frozen = load_arrays(out / f"{kind}.npz", new_drafter(kind))
     embedding, head = (target.decoder.params[name]["weight"] for name in ("embed", "head"))
     if kind == "mtp":
@@ -447,7 +447,7 @@ def save_family(out: Path) -> None:
 
 
 def cuts(out: Path) -> dict[str, list[list[int]]]:
-    """Prompts from the held-out files: ``CUTS`` a file, at random places, of 64 to 128 tokens."""
+    """Return ``CUTS`` prompts per held-out file, at random positions, of 64 to 128 tokens."""
     rng = np.random.default_rng(6)
     found = {}
     for name, ids in json.loads((out / "held_out.json").read_text()).items():
@@ -458,10 +458,10 @@ def cuts(out: Path) -> dict[str, list[list[int]]]:
 
 
 def tokens_per_round(out: Output) -> np.ndarray:
-    """Rounds and the tokens they emitted, of each row: [B, 2].
+    """Return the number of rounds and of tokens they emitted, per row: [B, 2].
 
-    Rounds that start before ``NEW_TOKENS`` tokens are out count whole: each was free to draft a
-    full block, since some more tokens were asked for.
+    A round counts if it starts before ``NEW_TOKENS`` tokens are emitted. The limit is some tokens
+    higher, so that each of these rounds could draft a full block.
     """
     assert out.trace is not None
     accepted = np.asarray(out.trace.accepted)  # [B, rounds], -1 past a row's end
@@ -473,7 +473,7 @@ def tokens_per_round(out: Output) -> np.ndarray:
 
 
 def evaluate(out: Path) -> None:
-    """Tokens a round on the held-out files, greedy and sampled, file by file."""
+    """Measure tokens per round on the held-out files, greedy and sampled, file by file."""
     target = load_target(out)
     prompts = cuts(out)
     flat = [prompt for of in prompts.values() for prompt in of]
@@ -507,17 +507,18 @@ def evaluate(out: Path) -> None:
     rows.append(["rounds", *(int(rounds) for rounds, _ in sums)])
     body = (
         table(["held-out file", *columns], rows)
-        + f"\n\nTokens a round, the target's own included; {DRAFTS} drafts a round, MTP "
-        f"{MTP_LINKS}. {CUTS} prompts a file of 64 to 128 tokens, {NEW_TOKENS} new tokens; sampled "
-        f"with {REPEATS} keys. Greedy tokens with each drafter equal those without. Held-out text: "
-        f"{held_out_nats(out, target.decoder):.3f} nats a token, "
-        f"{characters_per_token(out):.2f} characters a token."
+        + f"\n\nTokens per round, the target's own included; {DRAFTS} drafts per round, MTP "
+        f"{MTP_LINKS}. {CUTS} prompts per file of 64 to 128 tokens, {NEW_TOKENS} new tokens; "
+        f"sampled with {REPEATS} keys. Greedy tokens with each drafter equal those "
+        "without. Held-out text: "
+        f"{held_out_nats(out, target.decoder):.3f} nats per token, "
+        f"{characters_per_token(out):.2f} characters per token."
     )
-    write_result(__file__, "A family made from text", body)
+    write_result(__file__, "Tokens per round of a family trained on text", body)
 
 
 def speed(out: Path) -> None:
-    """Whole calls with DFlash2 and without, one request at a time, on the held-out files."""
+    """Time whole calls with and without DFlash2, one request at a time, on the held-out files."""
     target = load_target(out)
     model = Model.of(target, load_drafter(out, "dflash2", target))
     prompts = cuts(out)
@@ -547,18 +548,18 @@ def speed(out: Path) -> None:
         rows.append([name, *(f"{each:.0f}" for each in speeds), spread, f"{rate:.2f}"])
     mean = statistics.geometric_mean(gains)
     rows.append(["geometric mean", "", "", f"**{mean:.2f}**", ""])
-    head = ["held-out file", "tokens/s without", "with DFlash2", "speed-up", "tokens a round"]
+    head = ["held-out file", "tokens/s without", "with DFlash2", "speed-up", "tokens per round"]
     body = table(head, rows) + (
-        f"\n\nWhole calls of `generate` with the prompt, {CUTS} prompts a file of 64 to 128 "
-        f"tokens, {TIMED_TOKENS} new tokens, greedily, one request at a time, {DRAFTS} drafts a "
+        f"\n\nWhole calls of `generate` with the prompt, {CUTS} prompts per file of 64 to 128 "
+        f"tokens, {TIMED_TOKENS} new tokens, greedily, one request at a time, {DRAFTS} drafts per "
         f"round. Medians of {TURNS} turns, all files with and without in turn; speed-ups turn by "
         "turn (least..largest). Same tokens with and without."
     )
-    write_result(__file__, "How fast the family drafts", body, "train_family_speed")
+    write_result(__file__, "Speed of a family trained on text", body, "train_family_speed")
 
 
 def characters_per_token(out: Path) -> float:
-    """Of the held-out text."""
+    """Return the characters per token of the held-out text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))

@@ -1,12 +1,12 @@
-"""The checkpoint of which the first family was exported, put together again.
+"""Put together the checkpoint from which the first family was exported.
 
     ./run python experiments/trained_checkpoint.py OUT
 
-A Qwen3.5 target with a multi-token-prediction head and a DFlash2 drafter, in bfloat16; what they
-are and how they were trained is told in ``tests/first_family/MODEL_CARD.md``. Nearly all of its
-numbers are those of the artifact, and are taken from there. ``checkpoints/trained`` has the rest:
-the settings and tokenizer files as transformers wrote them, and in ``rest.safetensors`` the head, a
-vision tower that nobody reads, and a norm of which the artifact's ``1 + w`` lost a bit.
+It holds a Qwen3.5 target with a multi-token-prediction head and a DFlash2 drafter, in bfloat16,
+described in ``tests/first_family/MODEL_CARD.md``. Nearly all of its numbers are taken from the
+artifact. ``checkpoints/trained`` has the rest: the settings and tokenizer files as transformers
+wrote them, and in ``rest.safetensors`` the head, an unused vision tower, and a norm that lost a bit
+in the artifact's ``1 + w``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DIGESTS = {
     "target": "8e4707bc7e517fc80810e26ce4826e875549c4f4c126cf8ef2aadff28fbc97cd",
     "dflash2": "2004bbb2f14fcdd03ede7710ba82313566aae2deb90fc2a997d6b9d6202e4643",
 }
-"""Of the tensors that were trained and saved, by folder; see :func:`digest`."""
+"""Digests of the trained tensors, by folder; see :func:`digest`."""
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """Sha256 of names, dtypes, shapes and numbers."""
+    """Return the sha256 of names, dtypes, shapes and numbers."""
     found = hashlib.sha256()
     for name, array in sorted(tensors.items()):
         found.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -45,10 +45,10 @@ def write(out: Path) -> Path:
     """Write the checkpoint: folders ``target`` and ``dflash2`` in ``out``, which must not exist.
 
     Returns:
-      ``out``.
+      The folder ``out``.
 
     Raises:
-      ValueError: the tensors are not those that were trained.
+      ValueError: the tensors differ from the trained ones.
     """
     save(jaxdraft.load(first_family()[0]), out, dtype="bfloat16")
     rest = {"target": load_file(KEPT / "rest.safetensors"), "dflash2": {}}

@@ -3,8 +3,8 @@
     python experiments/window_cost.py NAME=FOLDER [NAME=FOLDER ...]
 
 A step is a forward pass and its commit, inside one compiled loop with a carried cache, one request
-at position 100. Windows of all sizes are timed in turn, with the target's matrices as they are, and
-with blocks beside them (``jaxdraft.load(blocked=True)``).
+at position 100. Windows of all sizes are timed in turn, with the plain layout of the target's
+matrices alone, and with blocks beside it (``jaxdraft.load(blocked=True)``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START = 100
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def steps(target: Any, state: Any, tokens: jax.Array) -> Any:
-    """``STEPS`` forward passes over windows of ``tokens.shape[1]`` rows, all rows committed."""
+    """Run ``STEPS`` forward passes over windows of ``tokens.shape[1]`` rows, all committed."""
     count = jnp.full((1,), tokens.shape[1], jnp.int32)
 
     def step(_: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -42,7 +42,7 @@ def steps(target: Any, state: Any, tokens: jax.Array) -> Any:
 
 
 def cost(name: str, folder: Path, windows: list[int], repeats: int) -> list[list[object]]:
-    """Two rows of the table: milliseconds of one plain step, and ratios to it."""
+    """Return two rows of the table: milliseconds of one plain step, and ratios to it."""
     model = jaxdraft.load(folder, drafter="none" if (folder / "config.json").exists() else None)
     assert isinstance(model.target, DecoderTarget)
     targets = {"no": model.target, "yes": model.target.blocked()}
@@ -78,7 +78,7 @@ def main() -> None:
     head = ["artifact", "blocks", "1 row, ms", *(f"{n} rows" for n in windows[1:])]
     body = table(head, rows) + (
         f"\n\nFloat32. Ratios to one row without blocks: medians of {args.repeats} pairs after "
-        f"one warm-up, {STEPS} steps each (the empty state is made anew and counted in)."
+        f"one warm-up, {STEPS} steps each (the time includes making the empty state)."
     )
     write_result(__file__, "The cost of a verify window", body)
 

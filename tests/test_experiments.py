@@ -64,7 +64,7 @@ def test_rounds_that_could_not_draft_in_full_do_not_count(acceptance: Any) -> No
     np.testing.assert_array_equal(counts, [[1, 0, 2, 0], [0, 0, 0, 2]])
     assert acceptance.accepted_counts(out, 3, 9)[0].sum() == 4
     assert acceptance.rate(counts).value == pytest.approx((3 + 1 + 3 + 4 + 4) / 5)
-    assert acceptance.standing(counts) == pytest.approx([0.8, 0.8, 0.4])
+    assert acceptance.survival(counts) == pytest.approx([0.8, 0.8, 0.4])
 
 
 def test_an_interval_over_equal_prompts_is_students(acceptance: Any) -> None:
@@ -80,8 +80,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(acceptance: Any) -> None:
     rng = np.random.default_rng(0)
     ease = rng.beta(4, 2, (4000, 15))
     rounds = rng.integers(5, 30, ease.shape)
-    stood = rng.binomial(rounds, ease)
-    shares = [acceptance.Share.of(a, b) for a, b in zip(stood, rounds, strict=True)]
+    accepted = rng.binomial(rounds, ease)
+    shares = [acceptance.Share.of(a, b) for a, b in zip(accepted, rounds, strict=True)]
     held = np.mean([abs(s.value - 2 / 3) <= s.half for s in shares])
     assert 0.93 < held < 0.965
 
@@ -260,8 +260,8 @@ def test_the_table_is_made_at_a_tiny_geometry(
     rates = ["--acceptance", "mtp=0.5", "dflash2=1,1,1,1,1,1,1"]
     sizes = ["--lengths", "12", "--tokens", "16", "--runs", "1", "--warmups", "1"]
     run(speed_table, monkeypatch, "--geometry", "tiny", "--dry", *sizes, *rates)
-    said = capsys.readouterr().out
-    assert "acceptance replayed" in said and "| geometric mean |" in said
-    (dflash2,) = {line for line in said.splitlines() if line.startswith("| 12 | dflash2 | 7 |")}
+    printed = capsys.readouterr().out
+    assert "acceptance replayed" in printed and "| geometric mean |" in printed
+    (dflash2,) = {line for line in printed.splitlines() if line.startswith("| 12 | dflash2 | 7 |")}
     # 15 tokens after the first: a round of seven drafts and another one of six.
     assert "| 7.50 |" in dflash2

@@ -2,7 +2,7 @@
 
 They are compiled through Triton for NVIDIA GPUs of compute capability 8.0 and later, and the tests
 count what comes out of the compiler. No time of theirs was ever measured. Therefore the XLA path is
-the default, and the kernels are chosen by name::
+the default, and the kernels are chosen by name:
 
     model = jaxdraft.load("artifact_dir", kernels="pallas")
 

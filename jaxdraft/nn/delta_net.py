@@ -69,10 +69,13 @@ def delta_rule(
     rate = jnp.swapaxes(beta, 1, 2)[..., None]  # [B, Hv, T, 1]
     seen = jnp.exp(total)[..., None]  # decay since before the first row
 
-    from_state = jnp.einsum("bhtk,bhkv->bhtv", k, state, precision=_HIGHEST)
-    update = rate * (v - seen * from_state)
-    output = seen * jnp.einsum("bhtk,bhkv->bhtv", q, state, precision=_HIGHEST)
-    overlap = jnp.einsum("bhik,bhjk->bhij", q, k, precision=_HIGHEST)
+    # Queries and keys in one product each, so that the state is read once.
+    both = jnp.concatenate([q, k], axis=2)  # [B, Hv, 2 T, Dk]
+    from_state = jnp.einsum("bhtk,bhkv->bhtv", both, state, precision=_HIGHEST)
+    onto_keys = jnp.einsum("bhik,bhjk->bhij", both, k, precision=_HIGHEST)
+    output = seen * from_state[:, :, :steps]
+    update = rate * (v - seen * from_state[:, :, steps:])
+    overlap, gram = onto_keys[:, :, :steps], onto_keys[:, :, steps:]
     if steps == 1:
         output = output + overlap * update
         return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
@@ -86,24 +89,28 @@ def delta_rule(
     upto = (rows >= columns).astype(jnp.float32)  # [i, m]
     between = jnp.einsum("im,bhmj->bhij", upto, later, precision=_HIGHEST)
     since = jnp.where(rows >= columns, jnp.exp(between), 0.0)
-    gram = jnp.einsum("bhik,bhjk->bhij", k, k, precision=_HIGHEST)
     system = jnp.where(rows > columns, rate * since * gram, 0.0)
     update = solve_unit_lower(system, update)
     output = output + jnp.einsum("bhij,bhjv->bhiv", since * overlap, update, precision=_HIGHEST)
     return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
 
 
-_BLOCK = 8
+_BLOCK = 16
+"""Rows that are solved one after the other; more are solved in halves, by products."""
 
 
 def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
-    """Solve ``(I + lower) x = right`` for strictly lower-triangular ``lower``, by products alone.
+    """Solve ``(I + lower) x = right`` for strictly lower-triangular ``lower``.
 
-    Diagonal blocks of 8 are inverted exactly: N is nilpotent (N**8 = 0), so
-    ``(I + N)**-1 = (I - N)(I + N**2)(I + N**4)``; the blocks then follow by substitution. A few
-    thin products cost less than a triangular solver's serial loop, and within a block of 8 the
-    powers cannot grow the way they do over a whole chunk (``tests/nn/test_delta_net.py`` holds the
-    worst case, equal keys without decay, against float64).
+    Up to 16 rows are substituted one by one, which compilers fuse into one loop. More rows are
+    solved as two halves, whose inverses are built from diagonal blocks of 16, all at once, by
+    joining neighbours::
+
+      [A 0]^-1   [   A^-1         0  ]
+      [C B]    = [-B^-1 C A^-1  B^-1 ]
+
+    So 128 rows need seven products in turn and not 128. The worst case, equal keys without decay,
+    is held against float64 in ``tests/nn/test_delta_net.py``.
 
     Args:
       lower: [..., T, T] float32; what lies on or above the diagonal must be zero.
@@ -113,31 +120,65 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
       [..., T, X].
     """
     steps = lower.shape[-1]
-    size = min(_BLOCK, steps)
-    short = -steps % size
+    if steps <= _BLOCK:
+        return _substitute(lower, right)
+    half = _BLOCK
+    while 2 * half < steps:
+        half *= 2
+    short = 2 * half - steps
     if short:  # rows of zeros solve to zeros and disturb nothing above them
         pad = [(0, 0)] * (lower.ndim - 2)
         lower = jnp.pad(lower, [*pad, (0, short), (0, short)])
         right = jnp.pad(right, [*pad, (0, short), (0, 0)])
-    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), (*lower.shape[:-2], size, size))
+    inverses = _inverses(lower, half)
+    first = _product(inverses[..., 0, :, :], right[..., :half, :])
+    known = right[..., half:, :] - _product(lower[..., half:, :half], first)
+    second = _product(inverses[..., 1, :, :], known)
+    return jnp.concatenate([first, second], axis=-2)[..., :steps, :]
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.matmul(a, b, precision=_HIGHEST)
 
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=_HIGHEST)
+
+
+def _substitute(lower: jax.Array, right: jax.Array) -> jax.Array:
+    """The solution row by row, with no product of matrices."""
     solved: list[jax.Array] = []
-    for start in range(0, steps, size):
-        rows = slice(start, start + size)
-        block = lower[..., rows, rows]
-        inverse, power = identity - block, block
-        for _ in range(2):
-            power = product(power, power)
-            inverse = product(inverse, identity + power)
-        known = right[..., rows, :]
-        if solved:
-            before = jnp.concatenate(solved, axis=-2)
-            known = known - product(lower[..., rows, :start], before)
-        solved.append(product(inverse, known))
-    return jnp.concatenate(solved, axis=-2)[..., :steps, :]
+    for i in range(lower.shape[-1]):
+        row = right[..., i, :]
+        for j, before in enumerate(solved):
+            row = row - lower[..., i, j, None] * before
+        solved.append(row)
+    return jnp.stack(solved, axis=-2)
+
+
+def _inverses(lower: jax.Array, size: int) -> jax.Array:
+    """Inverses of the diagonal blocks of ``I + lower``: [..., T / size, size, size]."""
+
+    def blocks(size: int, row: int, stride: int) -> jax.Array:
+        """Blocks (row, 0), (row + stride, stride), ...: [..., n, size, size]."""
+        corners = range(0, lower.shape[-1], stride * size)
+        return jnp.stack(
+            [lower[..., c + row * size :, c:][..., :size, :size] for c in corners], axis=-3
+        )
+
+    diagonal = blocks(_BLOCK, 0, 1)
+    identity = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=lower.dtype), diagonal.shape)
+    inverse = _substitute(diagonal, identity)
+    joined = _BLOCK
+    while joined < size:
+        above, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        between = -_product(below, _product(blocks(joined, 1, 2), above))
+        nothing = jnp.zeros_like(above)
+        inverse = jnp.concatenate(
+            [
+                jnp.concatenate([above, nothing], axis=-1),
+                jnp.concatenate([between, below], axis=-1),
+            ],
+            axis=-2,
+        )
+        joined *= 2
+    return inverse
 
 
 class DeltaRows(NamedTuple):

@@ -52,3 +52,10 @@ def test_no_weight_and_no_cache_is_copied(name: str) -> None:
 @pytest.mark.parametrize("length", [512, 2048, 8192])
 def test_a_step_moves_hardly_more_than_it_must(length: int) -> None:
     assert count("step", length).moved <= 1.05 * case("step").least(length)
+
+
+def test_a_delta_net_layer_solves_a_window_in_few_launches() -> None:
+    """Twelve launches for convolution and recurrence, and no product of small blocks."""
+    lines = program("verify").lines(functools.partial(case("verify").trips, 512))
+    launches = sum(part.launches for line, part in lines if line.startswith("nn/delta_net.py"))
+    assert launches <= 12 * case("verify").arguments[0].config.count("delta_net")

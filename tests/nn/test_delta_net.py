@@ -112,11 +112,31 @@ def test_commit_of_a_prefix_ignores_what_follows() -> None:
     np.testing.assert_array_equal(found.conv[1], conv[1])
 
 
-@pytest.mark.parametrize("steps", [1, 3, 8, 20])
+SIZES = [1, 3, 8, 15, 16, 17, 20, 32, 33, 64, 100, 128, 129]
+
+
+@pytest.mark.parametrize("steps", SIZES)
 def test_solver(steps: int) -> None:
     rng = np.random.default_rng(steps)
-    lower = np.tril(rng.standard_normal((3, steps, steps)), -1).astype(np.float32) * 0.5
-    right = rng.standard_normal((3, steps, 5)).astype(np.float32)
-    expected = np.linalg.solve(np.eye(steps) + lower.astype(np.float64), right.astype(np.float64))
-    found = solve_unit_lower(jnp.asarray(lower), jnp.asarray(right))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    lower = np.tril(rng.standard_normal((3, steps, steps)), -1) * 0.5 * min(1.0, 20 / steps)
+    check_solver(lower, rng.standard_normal((3, steps, 5)))
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.99])
+@pytest.mark.parametrize("signs", [False, True])
+@pytest.mark.parametrize("steps", SIZES)
+def test_solver_of_equal_keys(steps: int, signs: bool, decay: float) -> None:
+    """Every entry is one, or as good as one, of either sign: nothing fades with distance."""
+    rng = np.random.default_rng(steps)
+    key = rng.choice([-1.0, 1.0], (3, steps, 1)) if signs else np.ones((3, steps, 1))
+    apart = np.arange(steps)[:, None] - np.arange(steps)[None]
+    lower = np.tril(key * np.swapaxes(key, 1, 2) * decay**apart, -1)
+    check_solver(lower, rng.standard_normal((3, steps, 5)))
+
+
+def check_solver(lower: np.ndarray, right: np.ndarray) -> None:
+    lower, right = lower.astype(np.float32), right.astype(np.float32)
+    system = np.eye(lower.shape[-1]) + lower.astype(np.float64)
+    expected = np.linalg.solve(system, right.astype(np.float64))
+    found = jax.jit(solve_unit_lower)(lower, right)
+    np.testing.assert_allclose(found, expected, atol=4e-6 * np.abs(expected).max())
