@@ -25,6 +25,7 @@ from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sampling import Sampling, SamplingRules, row_streams
+from jaxdraft.scan import checkpointed_scan
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import OutputText, Text
@@ -229,6 +230,10 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
       tokens: as ``prompts`` of :func:`generate`.
       lengths: [B], with an array. What a row holds past its length has no meaning.
 
+    Differentiable with respect to the floats of ``model``, in forward and in reverse mode. Rows are
+    computed again in chunks, so a gradient keeps about the square root of as many copies of the
+    state as the tokens have chunks.
+
     Returns:
       Logits [B, T, V], auxiliary states [B, T, A] and hidden rows [B, T, D].
 
@@ -382,7 +387,7 @@ def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
         return (state, offset + chunk), Scored(out.logits, out.aux, out.hidden)
 
     start = (state, jnp.asarray(0, jnp.int32))
-    _, parts = lax.scan(step, start, None, length=padded.shape[1] // chunk)
+    _, parts = checkpointed_scan(step, start, padded.shape[1] // chunk)
     # [chunks, B, chunk, X] -> [B, T, X]
     return jax.tree.map(
         lambda x: jnp.swapaxes(x, 0, 1).reshape(batch, -1, x.shape[-1])[:, :size], parts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import chex
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal, Support
+from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, NoDraft, Proposal, Support
 from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.guard import needed
@@ -163,7 +165,7 @@ class MtpDrafter:
         pairs = count - fresh.astype(jnp.int32)
         pool = replace(state.pool, length=jnp.where(fresh, 0, state.pool.length))
         # Only keys and values are kept; the rest of the layer is never computed.
-        _, written = self.mtp()(self._embed(tokens), paired, pairs, pool)
+        _, written = self.mtp()(self.embed(tokens), paired, pairs, pool)
         return replace(
             state,
             pool=replace(written, length=pool.length + pairs),
@@ -192,59 +194,13 @@ class MtpDrafter:
         state = self._cover(state, jnp.where(limit > 0, state.pool.length + limit, 0))
         reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
         limit = jnp.where(state.denied, 0, limit)
-        passes = jnp.max(limit, initial=0)
-        mtp = self.mtp()
-        Chain = tuple[
-            jax.Array, PagedPool, jax.Array, jax.Array, jax.Array, jax.Array, Support | None
-        ]
-
-        def link(chain: Chain) -> Chain:
-            number, pool, hidden, token, tokens, finite, support = chain
-            pool = replace(pool, length=state.pool.length + number)
-            drafts = number < limit
-            rows, pool = mtp(
-                self._embed(token)[:, None], hidden[:, None], drafts.astype(jnp.int32), pool
-            )
-            logits = self.logits(rows[:, 0])
-            # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
-            best = best_token(logits)
-            top = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
-            finite = finite & (jnp.isfinite(top) | ~drafts)
-            if support is None:
-                token = best
-            else:
-                assert feed.draw is not None
-                token, among, probs = sampled_token(logits, feed.draw, number, width)
-                support = Support(
-                    support.tokens.at[:, number].set(among), support.probs.at[:, number].set(probs)
-                )
-            tokens = tokens.at[:, number].set(token)
-            return number + 1, pool, rows[:, 0], token, tokens, finite, support
-
-        batch = feed.anchor.shape[0]
-        width = min(CANDIDATES, self.config.vocab_size)
-        support = None
-        if feed.draw is not None:
-            shape = (batch, self.draft_tokens, width)
-            support = Support(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-        start = (
-            jnp.zeros((), jnp.int32),
-            state.pool,
-            state.pending,
-            feed.anchor.astype(jnp.int32),
-            jnp.full((batch, self.draft_tokens), NO_TOKEN, jnp.int32),
-            jnp.ones((batch,), bool),
-            support,
-        )
-        _, pool, _, _, tokens, finite, support = lax.while_loop(
-            lambda c: c[0] < passes, link, start
-        )
+        pool, tokens, finite, support = _chain(self, state, feed.anchor, limit, feed.draw)
         reason = jnp.where((limit > 0) & ~finite, NoDraft.NONFINITE, reason).astype(jnp.int32)
         length = jnp.where(finite, limit, 0)
         kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
         state = replace(state, pool=replace(pool, length=state.pool.length))
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, support=support)
-        return state, proposal, DraftInfo(reason, passes)
+        return state, proposal, DraftInfo(reason, jnp.max(limit, initial=0))
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """What the target's head reads from the head's rows: [..., D] -> [..., V] float32."""
@@ -280,8 +236,128 @@ class MtpDrafter:
             misses=state.misses + jnp.sum(missed, dtype=jnp.int32),
         )
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [...] -> vectors [..., D]."""
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+
+
+@struct.dataclass
+class _Chain:
+    """What one pass of the head leaves for the next."""
+
+    pool: PagedPool
+    hidden: jax.Array  # [B, D]
+    token: jax.Array  # [B] int32
+    tokens: jax.Array  # [B, K] int32, the drafts so far
+    finite: jax.Array  # [B] bool
+    support: Support | None
+
+
+@jax.custom_jvp
+def _chain(
+    drafter: MtpDrafter, state: MtpState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+) -> tuple[PagedPool, jax.Array, jax.Array, Support | None]:
+    """Chain the head as often as the widest row needs.
+
+    Args:
+      drafter: the drafter.
+      state: what it remembers.
+      anchor: [B] int32.
+      limit: [B] int32, drafts of every row, at most K.
+      draw: how drafts are drawn; None: the best token.
+
+    Returns:
+      The pool with scratch keys, drafts [B, K], whether all scores were finite [B], and the
+      distributions that the drafts were drawn from, if they were.
+    """
+
+    def link(number: jax.Array, chain: _Chain) -> _Chain:
+        return _link(drafter, state, limit, draw, number, chain)
+
+    end = jnp.max(limit, initial=0)
+    return _unpack(lax.fori_loop(0, end, link, _first(drafter, state, anchor, draw)))
+
+
+@_chain.defjvp
+def _chain_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Differentiate a loop of K passes that skips those that no row needs.
+
+    Reverse mode does not allow the dynamic end of the other loop.
+    """
+    return jax.jvp(_whole_chain, primals, tangents)
+
+
+def _whole_chain(
+    drafter: MtpDrafter, state: MtpState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+) -> tuple[PagedPool, jax.Array, jax.Array, Support | None]:
+    """Compute what :func:`_chain` does, in a loop whose length is static."""
+    passes = jnp.max(limit, initial=0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(chain: _Chain, number: jax.Array) -> tuple[_Chain, None]:
+        link = functools.partial(_link, drafter, state, limit, draw, number)
+        return lax.cond(number < passes, link, lambda chain: chain, chain), None
+
+    numbers = jnp.arange(drafter.draft_tokens, dtype=jnp.int32)
+    return _unpack(lax.scan(step, _first(drafter, state, anchor, draw), numbers)[0])
+
+
+def _first(drafter: MtpDrafter, state: MtpState, anchor: jax.Array, draw: Draw | None) -> _Chain:
+    """Start from the row that waits, and the anchor."""
+    shape = (anchor.shape[0], drafter.draft_tokens)
+    support = None
+    if draw is not None:
+        wide = (*shape, min(CANDIDATES, drafter.config.vocab_size))
+        support = Support(jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+    return _Chain(
+        pool=state.pool,
+        hidden=state.pending,
+        token=anchor.astype(jnp.int32),
+        tokens=jnp.full(shape, NO_TOKEN, jnp.int32),
+        finite=jnp.ones(shape[:1], bool),
+        support=support,
+    )
+
+
+def _link(
+    drafter: MtpDrafter,
+    state: MtpState,
+    limit: jax.Array,
+    draw: Draw | None,
+    number: jax.Array,
+    chain: _Chain,
+) -> _Chain:
+    """Run pass ``number`` [] int32; the other arguments as in :func:`_chain`."""
+    drafts = number < limit
+    rows, pool = drafter.mtp()(
+        drafter.embed(chain.token)[:, None],
+        chain.hidden[:, None],
+        drafts.astype(jnp.int32),
+        replace(chain.pool, length=state.pool.length + number),
+    )
+    logits = drafter.logits(rows[:, 0])
+    # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
+    token = best_token(logits)
+    top = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    support = chain.support
+    if support is not None:
+        assert draw is not None
+        token, among, probs = sampled_token(logits, draw, number, support.tokens.shape[2])
+        support = Support(
+            support.tokens.at[:, number].set(among), support.probs.at[:, number].set(probs)
+        )
+    return _Chain(
+        pool=pool,
+        hidden=rows[:, 0],
+        token=token,
+        tokens=chain.tokens.at[:, number].set(token),
+        finite=chain.finite & (jnp.isfinite(top) | ~drafts),
+        support=support,
+    )
+
+
+def _unpack(chain: _Chain) -> tuple[PagedPool, jax.Array, jax.Array, Support | None]:
+    return chain.pool, chain.tokens, chain.finite, chain.support
 
 
 @jax.jit

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,6 +39,8 @@ def attend(
     Only the chunks that hold keys in use are read, so the cost follows the lengths and not the
     capacity, and no copy of a row's whole cache exists.
 
+    Differentiable any number of times, in forward and in reverse mode: see :func:`_softmax_jvp`.
+
     A key at position k is visible to a query at position q if the slot holds a key, ``k <= q`` when
     ``causal``, and ``k > q - window`` when there is a window. A query that sees no key gives zeros.
 
@@ -62,47 +68,57 @@ def attend(
     # [B, T, G, share, H] -> [B, G, share * T, H]: one matrix of queries for every key head.
     q = query.reshape(batch, steps, groups, share, dim).transpose(0, 2, 3, 1, 4)
     q = (q * jnp.asarray(config.scale, q.dtype)).reshape(batch, groups, share * steps, dim)
+    form = _Form(config, causal, source.read, source.chunks)
+    out, _ = _softmax(form, q, positions, _Keys(source.data, source.used, beside))
+    out = out.reshape(batch, groups, share, steps, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, steps, heads * dim).astype(query.dtype)
 
-    def visible(key_positions: jax.Array) -> jax.Array:  # [B, C, S] -> [B, C, 1, 1, T, S]
-        key = key_positions[:, :, None, :]
-        at = positions[:, None, :, None]
-        seen = key >= 0
-        if causal:
-            seen = seen & (key <= at)
-        if config.window != FULL_ATTENTION:
-            seen = seen & (key > at - config.window)
-        return jnp.broadcast_to(seen, (*key.shape[:2], steps, key.shape[3]))[:, :, None, None]
+
+class _Form(NamedTuple):
+    """All that is static."""
+
+    config: AttentionConfig
+    causal: bool
+    read: Callable[[Any, jax.Array], Chunk]
+    chunks: int
+
+
+class _Keys(NamedTuple):
+    """The arrays of a :class:`Source`, and the chunk beside it."""
+
+    data: Any
+    used: jax.Array  # [] int32
+    beside: Chunk | None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _softmax(
+    form: _Form, q: jax.Array, positions: jax.Array, keys: _Keys
+) -> tuple[jax.Array, jax.Array]:
+    """Average the values, weighted by the softmax of the scores.
+
+    Args:
+      form: what is static.
+      q: [B, G, share * T, H], scaled queries.
+      positions: [B, T] int32, of the queries.
+      keys: the keys and values.
+
+    Returns:
+      The averages [B, G, share * T, H], and the log of the sum of ``exp(score)``
+      [B, G, share * T], MASKED where a query sees no key; both float32.
+    """
 
     def absorb(running: _Running, chunk: Chunk) -> _Running:
         maximum, mass, total = running
-        pages, slots = chunk.keys.shape[1], chunk.keys.shape[3]
-        many = jnp.broadcast_to(q[:, None], (batch, pages, *q.shape[1:]))
-        scores = lax.dot_general(
-            many,
-            chunk.keys.astype(q.dtype),
-            (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
-            precision=precision(q.dtype),
-            preferred_element_type=jnp.float32,
-        )  # [B, C, G, share * T, S]
-        if config.softcap:
-            scores = config.softcap * jnp.tanh(scores / config.softcap)
-        shape = (batch, pages, groups, share, steps, slots)
-        seen = jnp.broadcast_to(visible(chunk.positions), shape).reshape(scores.shape)
+        scores, seen = _scores(form, q, positions, chunk)
         scores = jnp.where(seen, scores, MASKED)
         peak = jnp.maximum(maximum, jnp.max(scores, axis=(1, 4)))
         weights = jnp.where(seen, jnp.exp(scores - peak[:, None, :, :, None]), 0.0)
         keep = jnp.exp(maximum - peak)
-        added = lax.dot_general(
-            weights.astype(chunk.values.dtype),
-            chunk.values,
-            (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
-            precision=precision(chunk.values.dtype),
-            preferred_element_type=jnp.float32,
-        )  # [B, C, G, share * T, H]
         return (
             peak,
             mass * keep + jnp.sum(weights, axis=(1, 4)),
-            total * keep[..., None] + jnp.sum(added, axis=1),
+            total * keep[..., None] + _weigh(weights, chunk.values),
         )
 
     running = (
@@ -110,18 +126,121 @@ def attend(
         jnp.zeros(q.shape[:3], jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    if beside is not None:
-        running = absorb(running, beside)
-    if source.chunks == 1:
-        running = absorb(running, source.read(jnp.asarray(0, jnp.int32)))
-    elif source.chunks > 1:
+    if keys.beside is not None:
+        running = absorb(running, keys.beside)
+    if form.chunks == 1:
+        running = absorb(running, form.read(keys.data, jnp.asarray(0, jnp.int32)))
+    elif form.chunks > 1:
         running = lax.fori_loop(
-            0, source.used, lambda i, carry: absorb(carry, source.read(i)), running
+            0, keys.used, lambda i, carry: absorb(carry, form.read(keys.data, i)), running
         )
-    _, mass, total = running
-    out = total / jnp.where(mass > 0, mass, 1.0)[..., None]
-    out = out.reshape(batch, groups, share, steps, dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, steps, heads * dim).astype(query.dtype)
+    maximum, mass, total = running
+    mass = jnp.where(mass > 0, mass, 1.0)
+    return total / mass[..., None], maximum + jnp.log(mass)
+
+
+@_softmax.defjvp
+def _softmax_jvp(
+    form: _Form, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Differentiate :func:`_softmax`, chunk by chunk.
+
+    With weights ``w = exp(score - log_mass)``, which sum to one::
+
+      d log_mass = sum w d score
+      d out      = sum w (d score) value + sum w d value - out * d log_mass
+
+    Every term is a sum over keys. So it takes no running maximum, its transpose is a loop of the
+    same kind, and nothing of the size [queries, keys] is kept for that: a chunk's weights are
+    computed again. The loop of the value has a dynamic end, which reverse mode does not allow; this
+    one has the length of the capacity and skips what is not in use.
+
+    Source: Dao et al., arXiv:2205.14135, appendix B.4.
+    """
+    q, positions, keys = primals
+    dq, _, dkeys = tangents
+    out, log_mass = _softmax(form, q, positions, keys)
+    Sums = tuple[jax.Array, jax.Array]
+
+    def sums(q: jax.Array, pair: tuple[jax.Array, jax.Array], places: jax.Array) -> Sums:
+        # A hidden key may be anything, even NaN, and its score has the gradient zero: the product
+        # of the two must not arise.
+        held = (places >= 0)[:, :, None, :, None]
+        k, v = (jnp.where(held, x, jnp.zeros((), x.dtype)) for x in pair)
+        scores, seen = _scores(form, q, positions, Chunk(k, v, places))
+        scores = jnp.where(seen, scores - log_mass[:, None, :, :, None], MASKED)
+        weights = jnp.exp(scores)  # exp(MASKED) is zero
+        return _weigh(weights, v), jnp.sum(weights, axis=(1, 4))
+
+    def tangent(pair: Sums, dpair: Sums, places: jax.Array) -> Sums:
+        return jax.jvp(lambda q, pair: sums(q, pair, places), (q, pair), (dq, dpair))[1]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(total: Sums, here: tuple[jax.Array, Sums, Sums, jax.Array]) -> tuple[Sums, None]:
+        index, *chunk = here
+        added = lax.cond(index < keys.used, tangent, lambda *_: nothing, *chunk)
+        return jax.tree.map(jnp.add, total, added), None
+
+    nothing = (jnp.zeros(out.shape, jnp.float32), jnp.zeros(log_mass.shape, jnp.float32))
+    total = nothing
+    if keys.beside is not None:
+        total = jax.checkpoint(tangent)(keys.beside[:2], dkeys.beside[:2], keys.beside.positions)
+    if form.chunks:
+        indices = jnp.arange(form.chunks, dtype=jnp.int32)
+        pairs, dpairs, places = jax.jvp(
+            functools.partial(_read_all, form, indices), (keys.data,), (dkeys.data,), has_aux=True
+        )
+        total, _ = lax.scan(step, total, (indices, pairs, dpairs, places))
+    dout, dmass = total
+    return (out, log_mass), (dout - out * dmass[..., None], dmass)
+
+
+def _read_all(
+    form: _Form, indices: jax.Array, data: Any
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Keys and values of all chunks [chunks, B, C, G, S, H], and their positions."""
+    chunks = jax.vmap(functools.partial(form.read, data))(indices)
+    return (chunks.keys, chunks.values), chunks.positions
+
+
+def _scores(
+    form: _Form, q: jax.Array, positions: jax.Array, chunk: Chunk
+) -> tuple[jax.Array, jax.Array]:
+    """Scores of a chunk's keys, and whether a query sees them, [B, C, G, share * T, S] each."""
+    config = form.config
+    pages, slots = chunk.keys.shape[1], chunk.keys.shape[3]
+    scores = lax.dot_general(
+        jnp.broadcast_to(q[:, None], (q.shape[0], pages, *q.shape[1:])),
+        chunk.keys.astype(q.dtype),
+        (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
+        precision=precision(q.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if config.softcap:
+        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    key = chunk.positions[:, :, None, :]
+    at = positions[:, None, :, None]
+    seen = key >= 0
+    if form.causal:
+        seen = seen & (key <= at)
+    if config.window != FULL_ATTENTION:
+        seen = seen & (key > at - config.window)
+    batch, steps = positions.shape
+    seen = jnp.broadcast_to(seen, (batch, pages, steps, slots))[:, :, None, None]
+    shape = (batch, pages, q.shape[1], q.shape[2] // steps, steps, slots)
+    return scores, jnp.broadcast_to(seen, shape).reshape(scores.shape)
+
+
+def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Sum the values of a chunk: [B, C, G, X, S] x [B, C, G, S, H] -> [B, G, X, H] float32."""
+    added = lax.dot_general(
+        weights.astype(values.dtype),
+        values,
+        (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
+        precision=precision(values.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.sum(added, axis=1)
 
 
 class Attention(nnx.Module):

@@ -61,7 +61,8 @@ class BlockedLinear(Linear):
     The blocks are [out / 64, in, 64], and windows of two to six rows read them: a block lies in
     memory in the order in which XLA's CPU kernels multiply a few rows, so nothing is repacked, and
     two to five rows take about the time of one (``experiments/linear_forms.md``). A single row,
-    wider windows and prompts read the plain form.
+    wider windows and prompts read the plain form. A gradient is that of the plain form: it is all
+    in ``weight``, and zero in ``blocks``.
 
     Example, blocks of 2 outputs: W = [[1, 2], [3, 4], [5, 6], [7, 8]] lies as [[1, 3], [2, 4]] and
     [[5, 7], [6, 8]].
@@ -85,7 +86,7 @@ class BlockedLinear(Linear):
         """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the weights."""
         if math.prod(x.shape[:-1]) not in _FEW_ROWS:
             return super().__call__(x, out_dtype=out_dtype)
-        return blocked_matmul(x, self.blocks[...], out_dtype=out_dtype)
+        return _matmul_by_blocks(out_dtype, x, self.weight[...], self.blocks[...])
 
 
 def blocked_matmul(
@@ -107,6 +108,24 @@ def blocked_matmul(
         preferred_element_type=out_dtype,
     )  # [out / 64, rows, 64]
     return jnp.swapaxes(product, 0, 1).reshape(*x.shape[:-1], blocks.shape[0] * blocks.shape[2])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _matmul_by_blocks(
+    out_dtype: DTypeLike | None, x: jax.Array, weight: jax.Array, blocks: jax.Array
+) -> jax.Array:
+    """Compute ``matmul(x, weight)`` from the blocks of ``weight``."""
+    del weight
+    return blocked_matmul(x, blocks, out_dtype=out_dtype)
+
+
+@_matmul_by_blocks.defjvp
+def _matmul_by_blocks_jvp(
+    out_dtype: DTypeLike | None, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    plain = functools.partial(matmul, out_dtype=out_dtype)
+    _, tangent = jax.jvp(plain, primals[:2], tangents[:2])
+    return _matmul_by_blocks(out_dtype, *primals), tangent
 
 
 def _repeat(rows: jax.Array, times: int) -> jax.Array:

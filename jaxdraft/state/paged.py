@@ -10,6 +10,7 @@ batch dimensions in front and reads a page as it lies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -53,12 +54,21 @@ class Span(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where attention reads its keys: ``read(i)`` for i in ``range(used)``, ``used <= chunks``."""
+    """Where attention reads its keys: ``chunk(i)`` for i in ``range(used)``, ``used <= chunks``.
 
-    read: Callable[[jax.Array], Chunk]
+    ``read`` closes over no array: what it reads is in ``data``, so that attention can differentiate
+    with respect to it.
+    """
+
+    read: Callable[[Any, jax.Array], Chunk]
+    data: Any
     used: jax.Array  # [] int32
     chunks: int
     span: Span | None = None  # the same keys; None: they lie on no pages
+
+    def chunk(self, index: jax.Array) -> Chunk:
+        """Chunk ``index`` [] int32."""
+        return self.read(self.data, index)
 
 
 @struct.dataclass
@@ -331,38 +341,46 @@ def source(pool: PagedPool, layer: int, length: jax.Array) -> Source:
 def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Source:
     size = min(CHUNK, keys.shape[2])
     chunks = -(-keys.shape[2] // size)
-
-    def read(index: jax.Array) -> Chunk:
-        start = index * size
-        position = start + jnp.arange(size, dtype=jnp.int32)[None]
-        valid = position < length[:, None]
-        part = lax.dynamic_slice_in_dim(keys, start, size, axis=2)
-        value = lax.dynamic_slice_in_dim(values, start, size, axis=2)
-        return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
-
+    used = -(-jnp.max(length, initial=0) // size)
     table = jnp.arange(keys.shape[0], dtype=jnp.int32)[:, None]
     span = Span(keys, values, table, jnp.zeros_like(length), length)
-    return Source(read, -(-jnp.max(length, initial=0) // size), chunks, span)
+    return Source(_read_dense, (keys, values, length), used, chunks, span)
+
+
+def _read_dense(data: tuple[jax.Array, jax.Array, jax.Array], index: jax.Array) -> Chunk:
+    keys, values, length = data
+    size = min(CHUNK, keys.shape[2])
+    start = index * size
+    position = start + jnp.arange(size, dtype=jnp.int32)[None]
+    valid = position < length[:, None]
+    part = lax.dynamic_slice_in_dim(keys, start, size, axis=2)
+    value = lax.dynamic_slice_in_dim(values, start, size, axis=2)
+    return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
 
 
 def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: jax.Array) -> Source:
     columns = pool.table.shape[1]
     take = max(1, min(columns, CHUNK // pool.page_size))
     chunks = -(-columns // take)
-    size = take * pool.page_size
     table = jnp.pad(pool.table, ((0, 0), (0, chunks * take - columns)), constant_values=NO_PAGE)
-
-    def read(index: jax.Array) -> Chunk:
-        page = lax.dynamic_slice_in_dim(table, index * take, take, axis=1)  # [B, take]
-        position = index * size + jnp.arange(size, dtype=jnp.int32).reshape(1, take, -1)
-        valid = (position < length[:, None, None]) & (page != NO_PAGE)[:, :, None]
-        part = jnp.take(keys, page, axis=0, mode="clip")
-        value = jnp.take(values, page, axis=0, mode="clip")
-        return hide(part, value, jnp.where(valid, position, -1))
-
+    used = -(-jnp.max(length, initial=0) // (take * pool.page_size))
+    read = functools.partial(_read_table, take=take)
     end = jnp.minimum(length, columns * pool.page_size)
     span = Span(keys, values, pool.table, jnp.zeros_like(length), end)
-    return Source(read, -(-jnp.max(length, initial=0) // size), chunks, span)
+    return Source(read, (keys, values, table, length), used, chunks, span)
+
+
+def _read_table(
+    data: tuple[jax.Array, jax.Array, jax.Array, jax.Array], index: jax.Array, *, take: int
+) -> Chunk:
+    keys, values, table, length = data
+    size = take * keys.shape[2]
+    page = lax.dynamic_slice_in_dim(table, index * take, take, axis=1)  # [B, take]
+    position = index * size + jnp.arange(size, dtype=jnp.int32).reshape(1, take, -1)
+    valid = (position < length[:, None, None]) & (page != NO_PAGE)[:, :, None]
+    part = jnp.take(keys, page, axis=0, mode="clip")
+    value = jnp.take(values, page, axis=0, mode="clip")
+    return hide(part, value, jnp.where(valid, position, -1))
 
 
 def read_span(span: Span) -> Source:
@@ -371,20 +389,21 @@ def read_span(span: Span) -> Source:
     Every key is gathered for itself. The sources that :func:`source` and
     :mod:`jaxdraft.state.ring` make read whole pages or slices of them instead.
     """
+    longest = jnp.max(span.end - span.first, initial=0)
+    chunks = -(-span.keys.shape[2] * span.table.shape[1] // CHUNK)
+    return Source(_read_span, span, -(-longest // CHUNK), chunks, span)
+
+
+def _read_span(span: Span, index: jax.Array) -> Chunk:
     pages, _, slots, _ = span.keys.shape
     columns = span.table.shape[1]
-
-    def read(index: jax.Array) -> Chunk:
-        step = jnp.arange(CHUNK, dtype=jnp.int32)[None]
-        position = span.first[:, None] + index * CHUNK + step
-        page = jnp.take_along_axis(span.table, position // slots % columns, axis=1)
-        valid = (position < span.end[:, None]) & (page < pages)
-        page, slot = jnp.where(valid, page, 0), position % slots
-        part, value = (jnp.moveaxis(x[page, :, slot], 1, 2) for x in (span.keys, span.values))
-        return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
-
-    longest = jnp.max(span.end - span.first, initial=0)
-    return Source(read, -(-longest // CHUNK), -(-slots * columns // CHUNK), span)
+    step = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    position = span.first[:, None] + index * CHUNK + step
+    page = jnp.take_along_axis(span.table, position // slots % columns, axis=1)
+    valid = (position < span.end[:, None]) & (page < pages)
+    page, slot = jnp.where(valid, page, 0), position % slots
+    part, value = (jnp.moveaxis(x[page, :, slot], 1, 2) for x in (span.keys, span.values))
+    return hide(part[:, None], value[:, None], jnp.where(valid, position, -1)[:, None])
 
 
 def hide(keys: jax.Array, values: jax.Array, positions: jax.Array) -> Chunk:

@@ -17,6 +17,7 @@ its slot is written again, and counts as a position behind every window afterwar
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import chex
@@ -238,7 +239,7 @@ def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.A
     step = jnp.arange(steps, dtype=jnp.int32)[None]
     # Example, Z = 4, R = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
     position = ring.length[:, None] + step
-    page = _pages(ring, position // ring.page_size)
+    page = _pages(ring.table, position // ring.page_size)
     page = jnp.where(step < count[:, None], page, NO_PAGE)
     slot = position % ring.page_size
 
@@ -269,28 +270,32 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
     take = max(1, min(columns, CHUNK // size))
     oldest = jnp.maximum(ring.length - ring.window + 1, 0)
     end = ring.length + count
-    first = oldest // size
-    longest = jnp.max(end - first * size, initial=0)
-
-    def read(index: jax.Array) -> Chunk:
-        # Example, Z = 4, R = 3, window 6, length 13, count 2: keys 8 to 14 are visible, columns 2
-        # and 3 hold them, which are columns 2 and 0 of the table.
-        column = first[:, None] + index * take + jnp.arange(take, dtype=jnp.int32)[None]
-        page = _pages(ring, column)  # [B, take]
-        position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
-        seen = (position >= oldest[:, None, None]) & (position < end[:, None, None])
-        seen = seen & (page != NO_PAGE)[:, :, None]
-        keys = jnp.take(ring.keys[layer], page, axis=0, mode="clip")
-        values = jnp.take(ring.values[layer], page, axis=0, mode="clip")
-        return hide(keys, values, jnp.where(seen, position, -1))
-
+    longest = jnp.max(end - oldest // size * size, initial=0)
+    data = (ring.keys[layer], ring.values[layer], ring.table, oldest, end)
+    read = functools.partial(_read_reachable, take=take)
     span = Span(ring.keys[layer], ring.values[layer], ring.table, oldest, end)
-    return Source(read, -(-longest // (take * size)), -(-columns // take), span)
+    return Source(read, data, -(-longest // (take * size)), -(-columns // take), span)
 
 
-def _pages(ring: Ring, column: jax.Array) -> jax.Array:
-    """Pages of columns [B, S] of an endless table that repeats the R columns of the real one."""
-    return jnp.take_along_axis(ring.table, column % ring.table.shape[1], axis=1)
+def _read_reachable(data: tuple[jax.Array, ...], index: jax.Array, *, take: int) -> Chunk:
+    keys, values, table, oldest, end = data
+    size = keys.shape[2]
+    # Example, Z = 4, R = 3, window 6, length 13, count 2: keys 8 to 14 are visible, columns 2
+    # and 3 hold them, which are columns 2 and 0 of the table.
+    first = (oldest // size)[:, None] + index * take
+    column = first + jnp.arange(take, dtype=jnp.int32)[None]
+    page = _pages(table, column)  # [B, take]
+    position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+    seen = (position >= oldest[:, None, None]) & (position < end[:, None, None])
+    seen = seen & (page != NO_PAGE)[:, :, None]
+    keys = jnp.take(keys, page, axis=0, mode="clip")
+    values = jnp.take(values, page, axis=0, mode="clip")
+    return hide(keys, values, jnp.where(seen, position, -1))
+
+
+def _pages(table: jax.Array, column: jax.Array) -> jax.Array:
+    """Pages of columns [B, S] of an endless table that repeats the R columns of ``table``."""
+    return jnp.take_along_axis(table, column % table.shape[1], axis=1)
 
 
 def source(ring: Ring, layer: int) -> Source:
@@ -303,22 +308,25 @@ def source(ring: Ring, layer: int) -> Source:
     position = last - (last - slot) % ring.slots
     position = jnp.where(position >= 0, position, -1).reshape(batch, pages, -1)
 
-    def read(index: jax.Array) -> Chunk:
-        del index  # one chunk: a ring is small
-        if ring.dense:
-            shape = (batch, pages, *ring.keys[layer].shape[1:])
-            keys, values = (x.reshape(shape) for x in (ring.keys[layer], ring.values[layer]))
-        else:
-            keys = jnp.take(ring.keys[layer], ring.table, axis=0, mode="clip")
-            values = jnp.take(ring.values[layer], ring.table, axis=0, mode="clip")
-        return hide(keys, values, position)
-
+    read = functools.partial(_read_ring, dense=ring.dense)
+    data = (ring.keys[layer], ring.values[layer], ring.table, position)
     table = ring.table
     if ring.dense:
         table = jnp.arange(ring.pages, dtype=jnp.int32).reshape(table.shape)
     oldest = jnp.maximum(ring.length - ring.slots, 0)
     span = Span(ring.keys[layer], ring.values[layer], table, oldest, ring.length)
-    return Source(read, jnp.asarray(1, jnp.int32), 1, span)
+    return Source(read, data, jnp.asarray(1, jnp.int32), 1, span)
+
+
+def _read_ring(data: tuple[jax.Array, ...], index: jax.Array, *, dense: bool) -> Chunk:
+    del index  # one chunk: a ring is small
+    keys, values, table, position = data
+    if dense:
+        shape = (*table.shape, *keys.shape[1:])
+        return hide(keys.reshape(shape), values.reshape(shape), position)
+    keys = jnp.take(keys, table, axis=0, mode="clip")
+    values = jnp.take(values, table, axis=0, mode="clip")
+    return hide(keys, values, position)
 
 
 __all__ = [

@@ -56,13 +56,19 @@ def block_features(
 
         held = jnp.where(exists, at, -1)[:, None]
         chunk = Chunk(gather(keys[layer]), gather(values[layer]), held)
-        return Source(lambda index: chunk, jnp.asarray(1, jnp.int32), 1)
+        return Source(_only, chunk, jnp.asarray(1, jnp.int32), 1)
 
     anchor = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
     masks = jnp.full((batch * count, config.block_size - 1), config.mask_token, tokens.dtype)
     embedded = jnp.take(embedding, jnp.concatenate([anchor, masks], axis=1), axis=0)
     rows = backbone.block(embedded, first, context)
     return rows.reshape(batch, count, config.draft_tokens, config.width)
+
+
+def _only(chunk: Chunk, index: jax.Array) -> Chunk:
+    """Read the one chunk there is."""
+    del index
+    return chunk
 
 
 def following(rows: jax.Array, anchors: jax.Array, count: int, *, offset: int) -> jax.Array:
