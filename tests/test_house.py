@@ -23,7 +23,6 @@ LONG_FILES = {
     "convert/checkpoint.py",
     "convert/hub_config.py",
     "convert/parts.py",
-    "jaxdraft/engine/engine.py",
     "jaxdraft/generate.py",
 }
 LONG_BODIES = {
@@ -34,9 +33,8 @@ LONG_BODIES = {
     "jaxdraft.kernels.attention._share_kernel",
     "jaxdraft.nn.attention.attend",
 }
-ENGINE = ("engine", "request", "rules", "runner", "scheduler")
 CYCLES = {
-    frozenset(f"jaxdraft.engine.{name}" for name in ENGINE),
+    frozenset({"jaxdraft.engine.engine", "jaxdraft.engine.request"}),
     frozenset({"convert.checkpoint", "jaxdraft.model"}),
     frozenset({"jaxdraft.kernels.attention", "jaxdraft.nn.attention"}),
 }

@@ -1,8 +1,10 @@
 """Continuous batching: host code around the prefill and the round of :func:`jaxdraft.generate`.
 
-``scheduler`` decides who runs on which row in which pages, ``pages`` knows whose they are and what
-they hold, ``programs`` and ``runner`` do it on the device, ``rules`` brings the rules of all rows
-there, ``engine`` puts them together.
+``engine`` puts the other modules together. ``request`` is the caller's handle and ``sequence`` the
+record behind it, which all others share. ``scheduler`` gives rows and ``pages`` pages to sequences.
+``rules`` brings the rules of all rows to the device, and ``runner`` runs ``programs`` there.
+``counters`` adds up what these report, ``faults`` finds what makes them fail, and ``threads`` makes
+calls from several threads take turns.
 """
 
 from jaxdraft.engine.engine import Engine

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
 
@@ -13,28 +13,27 @@ import numpy as np
 
 from jaxdraft.base import Drafter, Status
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.engine.counters import Counters
+from jaxdraft.engine.faults import Blame, Faults
 from jaxdraft.engine.pages import Pages
 from jaxdraft.engine.programs import Buckets, Columns, Report
-from jaxdraft.engine.request import Counts, EngineEvent, Phase, Request, RequestRules
+from jaxdraft.engine.request import EngineEvent, Request
 from jaxdraft.engine.rules import check_rules
-from jaxdraft.engine.runner import Runner, checkpoint_bytes
+from jaxdraft.engine.runner import Runner, pool_pages
 from jaxdraft.engine.scheduler import Scheduler, Work
-from jaxdraft.engine.threads import FairLock, Waiters, exclusive
+from jaxdraft.engine.sequence import Phase, RequestRules, Sequence
+from jaxdraft.engine.threads import FairLock, Readers, Waiters, exclusive
 from jaxdraft.generate import check_ids, encode
 from jaxdraft.guard import check_target
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
-from jaxdraft.plan import MAX_BATCH, plan
+from jaxdraft.plan import MAX_BATCH
 from jaxdraft.sampling import Sampling
-from jaxdraft.state.budget import parse_memory, whole
-from jaxdraft.telemetry import Summary, summarize
-from jaxdraft.text import OutputText
+from jaxdraft.state.budget import whole
+from jaxdraft.telemetry import Summary
 
 PAGE_SIZE = 64
 """Slots of a page where nothing else is said: prefixes are shared in steps of so many tokens."""
-
-_STRIKES = 2
-"""Steps that must fail with a request alone before somebody is blamed."""
 
 
 class Engine:
@@ -76,11 +75,6 @@ class Engine:
         paid from ``memory``.
       buckets: sizes that programs are compiled for.
 
-    Attributes:
-      faults: steps that failed on the device.
-      last_fault: why the last of them did.
-      drafter_fault: why the drafter was switched off, if it was.
-
     Raises:
       ValueError: sizes that do not fit, as :func:`jaxdraft.plan`.
     """
@@ -103,7 +97,7 @@ class Engine:
         buckets: Buckets | None = None,
     ) -> None:
         self.lock, self.waiters = FairLock(), Waiters()
-        self._readers: dict[object, int] = {}  # iterations over the events, and their threads
+        self._readers = Readers()
         self.model = model
         check_target(model.target)
         self.drafter = model.choose(drafter, draft_tokens)
@@ -117,9 +111,11 @@ class Engine:
             raise ValueError(f"chunk is {chunk}; expected at most {PREFILL_CHUNK}")
         columns = -(-self.context // whole("page_size", page_size))
         most = 2 * rows if checkpoints is None else whole("checkpoints", checkpoints, 0)
-        count = self._pool_size(
-            rows, columns, page_size, memory, pages, most if prefix_cache else 0
-        )
+        count = pool_pages(
+            replace(model, drafter=self.drafter),
+            rows=rows, columns=columns, page_size=page_size, context=self.context,
+            memory=memory, pages=pages, checkpoints=most if prefix_cache else 0,
+        )  # fmt: skip
         self._sizes: dict[str, Any] = dict(
             batch=rows,
             pages=count,
@@ -141,15 +137,10 @@ class Engine:
             checkpoints=most if needs else 0,
             overlap=int(getattr(self.drafter, "overlap", 0)),
         )
-        self.faults = 0
-        self.last_fault: BaseException | None = None
-        self.drafter_fault: BaseException | None = None
+        self._faults, self._counters = Faults(), Counters(self.draft_tokens)
         self._number, self._order = itertools.count(), itertools.count()
-        self._ready: list[EngineEvent] = []  # not told yet
-        self._total = Counts.zeros(self.draft_tokens)
-        self._prompts = 0  # prompts whose first token came
-        self._forwards = np.zeros(2, np.int64)  # of target and drafter
-        self._forwards_at = self._step = np.zeros(2, np.int64)  # as the device last said
+        self._handles: dict[int, Request] = {}  # of requests that are not over, by number
+        self._ready: list[EngineEvent] = []  # not read yet
         self._closed = False
 
     # ------------------------------------------------------------------ requests
@@ -157,15 +148,15 @@ class Engine:
     @exclusive
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Ids[int],
         *,
         max_new_tokens: int = 128,
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Ids[int] | None = None,
         draft_limit: int | None = None,
         max_length: int | None = None,
         sampling: Sampling | None = None,
         key: jax.Array | int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Ids[str] = (),
         logprobs: int | None = None,
         keep: bool = False,
         row: int = 0,
@@ -204,13 +195,15 @@ class Engine:
             row=row,
         )
         ids = self._ids(prompt)
-        request = Request(self, next(self._number), ids, self._rules(len(ids), options), keep)
-        request.options = options
+        rules = self._rules(len(ids), options)
+        sequence = Sequence(next(self._number), ids, rules, keep=keep, counters=self._counters)
+        sequence.options = options
+        request = Request(self, sequence)
         self._queue(request)
         return request
 
     @exclusive
-    def extend(self, request: Request, tokens: str | Sequence[int], **rules: Any) -> Request:
+    def extend(self, request: Request, tokens: str | Ids[int], **rules: Any) -> Request:
         """Another turn: more tokens after all that a finished request holds.
 
         Its tokens are those of a new request with the whole text as its prompt. What was kept of
@@ -225,15 +218,16 @@ class Engine:
           ValueError: it is not finished, or is closed or failed, or as :meth:`submit`.
         """
         self._usable()
-        if request.phase is not Phase.DONE or request.error is not None:
+        sequence = request._sequence
+        if sequence.phase is not Phase.DONE or sequence.error is not None:
             raise ValueError(f"{request!r} cannot be continued: expected a finished request")
-        if unknown := set(rules) - set(request.options):
-            raise ValueError(f"unknown rules {sorted(unknown)}; expected {list(request.options)}")
-        options = {**request.options, **rules}
+        if unknown := set(rules) - set(sequence.options):
+            raise ValueError(f"unknown rules {sorted(unknown)}; expected {list(sequence.options)}")
+        options = {**sequence.options, **rules}
         ids = self._ids(tokens)
-        found = self._rules(len(request.ids) + len(ids), options)
-        request.options = options
-        request.begin(ids, found)
+        found = self._rules(len(sequence.ids) + len(ids), options)
+        sequence.options = options
+        sequence.begin(ids, found)
         self._queue(request)
         return request
 
@@ -245,22 +239,23 @@ class Engine:
           ValueError: it is not finished, or is closed.
         """
         self._usable()
-        if request.phase is not Phase.DONE:
+        sequence = request._sequence
+        if sequence.phase is not Phase.DONE:
             raise ValueError(f"{request!r} cannot be rewound: expected a finished request")
-        turn = request.unwind()
+        turn = sequence.unwind()
         # The last token before the turn is in no cache yet: it is read again with what follows.
-        positions = min(request.read, max(turn.start - 1, 0))
-        kept = request.number in self.scheduler.kept
+        positions = min(sequence.read, max(turn.start - 1, 0))
+        kept = sequence.number in self.scheduler.kept
         if not kept or not positions or (self.scheduler.checkpointed and turn.memory is None):
-            self.scheduler.forget(request)
+            self.scheduler.forget(sequence)
         else:
-            request.memory = turn.memory
-            self.scheduler.trim(request, positions)
+            sequence.memory = turn.memory
+            self.scheduler.trim(sequence, positions)
         return request
 
     def map(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[str | Ids[int]],
         *,
         key: jax.Array | int | None = None,
         progress: bool = False,
@@ -305,24 +300,26 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request now; what was emitted stays. One that is over is left alone."""
         if not request.finished:
-            self._cut_short(request, "cancelled")
+            self._cut_short(request._sequence, "cancelled")
 
     @exclusive
     def release(self, request: Request) -> None:
         """End a request if it runs, and give back all it holds. Twice is as good as once."""
         self.cancel(request)
-        self.scheduler.forget(request)
-        request.phase = Phase.CLOSED
+        self.scheduler.forget(request._sequence)
+        request._sequence.phase = Phase.CLOSED
 
     @exclusive
     def close(self) -> None:
         """End all requests and let go of all arrays."""
         if self._closed:
             return
-        scheduler = self.scheduler
-        for request in [*scheduler.active.values(), *scheduler.waiting, *scheduler.kept.values()]:
+        for request in list(self._handles.values()):
             self.release(request)
-        scheduler.cache.clear()
+        for sequence in list(self.scheduler.kept.values()):
+            self.scheduler.forget(sequence)
+            sequence.phase = Phase.CLOSED
+        self.scheduler.cache.clear()
         self._closed = True
         del self.runner
 
@@ -351,24 +348,15 @@ class Engine:
             while self._reads(reader):
                 yield from self.step()
         finally:  # perhaps in the garbage collector, where no lock may be taken
-            self._readers.pop(reader, None)
+            self._readers.leave(reader)
 
     __iter__ = run
 
     @exclusive
     def _reads(self, reader: object) -> bool:
-        """Whether a reader of the events has something to come, which is for it alone then."""
-        self._refuse_other_readers(reader)
-        self._readers[reader] = threading.get_ident()  # an iterator may change threads
+        """Whether events will come for a reader, and for it alone."""
+        self._readers.claim(reader)
         return self.busy
-
-    def _refuse_other_readers(self, reader: object = None) -> None:
-        me = threading.get_ident()
-        if any(r is not reader and thread != me for r, thread in list(self._readers.items())):
-            raise RuntimeError(
-                "another thread iterates over this engine's events; wait for request.result() "
-                "here, or read the events in one thread"
-            )
 
     @exclusive
     def step(self) -> list[EngineEvent]:
@@ -386,10 +374,10 @@ class Engine:
           RuntimeError: another thread iterates over the events.
         """
         self._usable()
-        self._refuse_other_readers()
+        self._readers.refuse()
         self._advance()
         events, self._ready = self._ready, []
-        return sorted(events, key=lambda e: e.request.order)
+        return sorted(events, key=lambda e: e.request._sequence.order)
 
     def wait(self, done: Callable[[], bool], after: Callable[[], Any] = lambda: None) -> None:
         """Step until something is done, or sleep while another thread that waits steps.
@@ -415,43 +403,49 @@ class Engine:
 
     def _advance(self) -> None:
         """Run a step, and add its events to those that were not read yet."""
-        work: Work | None = None
+        failure: Exception | None = None
         try:
-            work = self.scheduler.plan()
+            work = self.scheduler.plan(self._faults.suspect())
             try:
-                running, reading = self.runner.run(work, self.scheduler.active)
+                reports = self.runner.run(work, self.scheduler.active)
             except Exception as error:
-                raise _DeviceError from error
-            self._absorb(work, running, reading)
-        except _DeviceError as error:
-            assert work is not None and error.__cause__ is not None
-            self._recover()
-            self._blame(work, error.__cause__)
+                failure = error
+            else:
+                self._absorb(work, *reports)
         except BaseException:
             self._recover()
             raise
+        if failure is not None:
+            self._recover()
+            self._blame(work, failure)
 
-    # ------------------------------------------------------------------ what people ask
+    # ------------------------------------------------------------------ queries
 
     @property
     def programs(self) -> int:
         """Programs asked for so far: a program and its shapes count once."""
         return len(self.runner.compiled)
 
+    @property
+    def faults(self) -> int:
+        """Steps that failed on the device."""
+        return self._faults.count
+
+    @property
+    def last_fault(self) -> BaseException | None:
+        """The error of the last of them."""
+        return self._faults.last
+
+    @property
+    def drafter_fault(self) -> BaseException | None:
+        """The error that the drafter was switched off for, if it was."""
+        return self._faults.drafter
+
     @exclusive
     def summary(self) -> Summary:
-        """Counters of everything so far, over all requests."""
-        counts = self._total
-        for request in self.scheduler.active.values():
-            counts = counts + request.now
-        target, drafter = (int(n) for n in self._forwards)
-        counts = replace(counts, target_forwards=target, drafter_forwards=drafter)
-        told = summarize(counts.stats(), admission_misses=0 if self._closed else self.runner.misses)
-        return replace(told, prompts=self._prompts)
-
-    def tally(self, counts: Counts) -> None:
-        """Counters of a request that leaves its row."""
-        self._total = self._total + counts
+        """Return counters of everything so far, over all requests."""
+        running = [sequence.now for sequence in self.scheduler.active.values()]
+        return self._counters.summary(running, 0 if self._closed else self.runner.misses)
 
     @exclusive
     def check(self) -> None:
@@ -460,131 +454,68 @@ class Engine:
         Raises:
           AssertionError: one does not hold.
         """
-        scheduler = self.scheduler
-        scheduler.check()
-        if self._closed:
-            return
-        state = self.runner.state
-        status, length = jax.device_get((state.status, state.length))
-        for row in range(scheduler.rows):
-            request, runs = scheduler.active.get(row), status[row] == Status.RUNNING
-            if request is None:
-                assert not runs or row in scheduler.stopping, f"row {row} runs for nobody"
-            elif request.phase is Phase.RUNNING:
-                assert runs and length[row] == len(request.ids), (request, status[row], length[row])
-                assert request.read == len(request.ids) - 1, (request, request.read)
-            else:
-                assert not runs and length[row] == request.read, (request, length[row])
+        self.scheduler.check()
+        if not self._closed:
+            self.runner.check(self.scheduler.active, self.scheduler.stopping)
 
     # ------------------------------------------------------------------ after a step
 
     def _absorb(self, work: Work, running: _Heard | None, reading: _Heard | None) -> None:
         if running is not None:
-            for place, request in enumerate(work.running):
-                self._note(request, running[0], place)
-                self._hear(request, *running, place, first=False)
+            for place, sequence in enumerate(work.running):
+                self._hear(sequence, *running, place, first=False)
         if reading is not None:
-            for place, (request, count) in enumerate(work.reading):
-                request.read += count
-                self._note(request, reading[0], place)
-                if request.read >= request.goal:
-                    self._hear(request, *reading, place, first=not request.known)
+            for place, (sequence, count) in enumerate(work.reading):
+                sequence.read += count
+                if sequence.read >= sequence.goal:
+                    self._hear(sequence, *reading, place, first=not sequence.known)
+                else:
+                    sequence.now = self._counters.row(sequence.now, reading[0], place)
 
     def _hear(
-        self, request: Request, columns: Columns, report: Report, place: int, *, first: bool
+        self, sequence: Sequence, columns: Columns, report: Report, place: int, *, first: bool
     ) -> None:
-        """A request learns what a step said of its row."""
-        count = int(columns.count[place])
-        tokens = columns.tokens[place, :count].tolist()
-        request.ids.extend(tokens)
-        request.emitted = int(columns.emitted[place])
-        request.pending = int(columns.pending[place])
-        if request.noted is not None:  # its drafts are those it had, not those in the report
-            request.pending, request.noted = request.noted[1], None
-        else:
-            if first or request.phase is Phase.RUNNING:  # otherwise it proposed what it had before
-                request.failed_before = request.failures
-            request.failures = int(columns.failures[place])
-        request.heard = int(columns.heard[place])
-        request.read = len(request.ids) - request.known
-        if first:
-            self._prompts += count
-        if request.logprobs is not None and report.logprobs is not None:
-            request.logprobs += _listed(report, place, count, request.rules.logprobs or 0)
-        if count and request in self.scheduler.suspects:
-            self.scheduler.suspects.remove(request)
-            self._acquit(request)
+        """Take in what a step reports about a row that has run or has read its text."""
+        sequence.now = self._counters.row(sequence.now, columns, place)
+        tokens = sequence.apply(columns, report.logprobs, place, first=first)
+        if tokens:
+            self._faults.passed(sequence, drafts=self.draft_tokens > 0)
         status = Status(int(columns.status[place]))
-        over, began = status is not Status.RUNNING, request.phase is Phase.READING
+        over, began = status is not Status.RUNNING, sequence.phase is Phase.READING
         accepted = -1 if first else int(columns.accepted[place])
         try:
             stopped = status is Status.STOP_STRING
-            text = self._text(request, tokens, done=over, stopped=stopped)
-        except Exception as error:  # of the tokenizer: nobody else's business
-            self._end(request, "failed", error, tokens=tokens, accepted=accepted)
+            text = sequence.decode(self.model.text, tokens, done=over, stopped=stopped)
+        except Exception as error:  # of the tokenizer: it concerns this request alone
+            self._end(sequence, "failed", error, tokens=tokens, accepted=accepted)
             return
         if over:
             error = None
             if status is Status.NONFINITE:
                 error = FloatingPointError("the target's logits are not finite")
-            self._end(request, status.reason, error, tokens=tokens, text=text, accepted=accepted)
+            self._end(sequence, status.reason, error, tokens=tokens, text=text, accepted=accepted)
             return
-        request.phase = Phase.RUNNING
+        sequence.phase = Phase.RUNNING
         if began:
-            self.scheduler.remember(request)
+            self.scheduler.remember(sequence)
         if tokens:
-            self._ready.append(EngineEvent(request, tokens, text, accepted, None))
+            handle = self._handles[sequence.number]
+            self._ready.append(EngineEvent(handle, tokens, text, accepted, None))
 
-    def _note(self, request: Request, columns: Columns, place: int) -> None:
-        """Its counters."""
-        forwards = np.asarray(
-            [columns.target_forwards[place], columns.drafter_forwards[place]], np.int64
-        )
-        step = (forwards - self._forwards_at) % 2**32
-        if step.any():  # the first to hear of this program
-            self._forwards = self._forwards + step
-            self._forwards_at, self._step = forwards, step
-        old, missing = request.now, self.draft_tokens - columns.evaluated_at.shape[1]
-        by_place = np.stack([columns.evaluated_at[place], columns.accepted_at[place]])
-        if missing:  # a drafter that was switched off has no places
-            by_place = np.pad(by_place, ((0, 0), (0, missing)))
-        by_place = by_place.astype(np.int64)
-        request.now = Counts(
-            target_forwards=old.target_forwards + int(self._step[0]),
-            drafter_forwards=old.drafter_forwards + int(self._step[1]),
-            rounds=int(columns.rounds[place]),
-            emitted=int(columns.said[place]),
-            proposed=int(columns.proposed[place]),
-            evaluated_at=by_place[0],
-            accepted_at=by_place[1],
-            undrafted=columns.undrafted[place].astype(np.int64),
-        )
-
-    def _text(
-        self, request: Request, tokens: list[int], *, done: bool, stopped: bool = False
-    ) -> str | None:
-        if self.model.text is None:
-            return None
-        if request.output_text is None:
-            prompt, stop = request.prompt, request.rules.stop
-            request.output_text = OutputText(self.model.text, prompt=prompt, stop=stop)
-            request.text = ""
-        text = request.output_text.push(tokens, done=done, stopped=stopped)
-        request.text = (request.text or "") + text
-        return text
-
-    def _cut_short(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+    def _cut_short(
+        self, sequence: Sequence, reason: str, error: BaseException | None = None
+    ) -> None:
         """End a request between steps, with the text that was held back."""
         text = None
         try:
-            if request.output_text is not None:
-                text = self._text(request, [], done=True)
+            if sequence.output_text is not None:
+                text = sequence.decode(self.model.text, [], done=True)
         finally:
-            self._end(request, reason, error, text=text)
+            self._end(sequence, reason, error, text=text)
 
     def _end(
         self,
-        request: Request,
+        sequence: Sequence,
         reason: str,
         error: BaseException | None = None,
         *,
@@ -592,78 +523,48 @@ class Engine:
         text: str | None = None,
         accepted: int = -1,
     ) -> None:
-        """A request is over: its row is free, its cache is kept, remembered or free."""
-        keeps = request.keep and error is None and request.row is not None
-        memory = self.runner.save(request) if keeps and self.scheduler.checkpointed else None
-        request.settle()
-        request.finish_reason, request.error = reason, error
+        """End a request: its row becomes free, its cache is kept, remembered or freed."""
+        keeps = sequence.keep and error is None and sequence.row is not None
+        memory = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
+        sequence.settle()
+        sequence.finish_reason, sequence.error = reason, error
         # On the device a row that ends by itself has stopped; any other must be told to.
         stop = reason in ("cancelled", "failed")
-        request.phase, request.output_text = Phase.DONE, None
+        sequence.phase, sequence.output_text = Phase.DONE, None
         if keeps:
-            self.scheduler.keep(request, memory, stop=stop)
-        elif request.row is not None:
-            self.scheduler.leave(request, stop=stop, remember=error is None)
-        self._ready.append(EngineEvent(request, tokens or [], text, accepted, reason, error))
+            self.scheduler.keep(sequence, memory, stop=stop)
+        elif sequence.row is not None:
+            self.scheduler.leave(sequence, stop=stop, remember=error is None)
+        handle = self._handles.pop(sequence.number)
+        self._ready.append(EngineEvent(handle, tokens or [], text, accepted, reason, error))
 
-    # ------------------------------------------------------------------ when something goes wrong
+    # ------------------------------------------------------------------ fault handling
 
     def _recover(self) -> None:
-        """After a step that failed half way: nothing on the device is trusted any more.
-
-        Every request that had a row waits for one again, with the tokens that were told.
-        """
-        scheduler = self.scheduler
-        for request in list(scheduler.active.values()):
-            request.settle()
-            request.noted = None
-            scheduler.leave(request, stop=False, remember=False)
-            scheduler.add(request)
-        for request in list(scheduler.kept.values()):
-            scheduler.forget(request)
-        scheduler.cache.clear()
-        scheduler.stopping.clear()
-        scheduler.lost.clear()
-        self._forwards_at = np.zeros(2, np.int64)
+        """Start again after a step that failed half way: what the device holds is not trusted."""
+        self.scheduler.restart()
+        self._counters.restart()
         self.runner.reset()
 
     def _blame(self, work: Work, error: BaseException) -> None:
-        """Who took part in a failed step runs alone from now on, until it gets past it.
-
-        One that fails alone, twice, gets the drafter switched off; if it fails without one too, it
-        is to blame, and otherwise the drafter is.
-        """
-        self.faults += 1
-        self.last_fault = error
-        part = [*work.running, *(request for request, _ in work.reading)]
-        if len(part) == 1:
-            request = part[0]
-            request.strikes += 1
-            if request.strikes == _STRIKES and self.draft_tokens:
-                self._draft(NoDrafter())
-            elif request.strikes >= _STRIKES:
-                self._acquit(None)
-                self._cut_short(request, "failed", error)
-        known = set(self.scheduler.suspects)
-        self.scheduler.suspects += [r for r in part if r not in known and not r.finished]
-
-    def _acquit(self, request: Request | None) -> None:
-        """A suspect got past where it failed, or was found guilty: the drafter stays or returns."""
-        if request is not None and request.strikes >= _STRIKES and self.draft_tokens:
-            self.drafter_fault = self.last_fault
-        elif request is None and self.drafter_fault is None:
-            self._draft(self.drafter)
-        if request is not None:
-            request.strikes = 0
+        """Do what a failed step calls for; no sequence has a row."""
+        part = [*work.running, *(sequence for sequence, _ in work.reading)]
+        blame = self._faults.failed(part, error, drafts=self.draft_tokens > 0)
+        if blame is Blame.DRAFTER:
+            self._draft(NoDrafter())
+        elif blame is Blame.SEQUENCE:
+            if self.drafter_fault is None:
+                self._draft(self.drafter)
+            self._cut_short(part[0], "failed", error)
 
     def _draft(self, drafter: Drafter) -> None:
-        """Go on with another drafter. Nobody has a row."""
+        """Switch to another drafter; no sequence has a row."""
         if self.runner.drafter is not drafter:
             seen = self.runner.compiled
             self.runner = Runner(self.model.target, drafter, **self._sizes)
             self.runner.compiled |= seen
 
-    # ------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------ helpers
 
     def _usable(self) -> None:
         if self._closed:
@@ -672,10 +573,11 @@ class Engine:
     def _queue(self, request: Request) -> None:
         if not self.scheduler.busy:
             self.runner.table.start()
-        request.order = next(self._order)
-        self.scheduler.add(request)
+        request._sequence.order = next(self._order)
+        self._handles[request.number] = request
+        self.scheduler.add(request._sequence)
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _ids(self, prompt: str | Ids[int]) -> list[int]:
         ids = encode(self.model, prompt) if isinstance(prompt, str) else prompt
         return check_ids(self.model, [np.asarray(ids)])[0][0].tolist()
 
@@ -691,59 +593,8 @@ class Engine:
             )
         return rules
 
-    def _pool_size(
-        self,
-        rows: int,
-        columns: int,
-        page_size: int,
-        memory: int | str | None,
-        pages: int | None,
-        checkpoints: int,
-    ) -> int:
-        if memory is None:
-            return rows * columns if pages is None else whole("pages", pages)
-        if pages is not None:
-            raise ValueError(f"memory is {memory!r} and pages is {pages}; expected one of them")
-        sizes = dict(context=self.context, pages=columns, page_size=page_size, columns=columns)
-        each = checkpoint_bytes(self.model.target, self.drafter, **sizes)
-        left = parse_memory(memory) - checkpoints * each
-        if left <= 0:
-            raise ValueError(
-                f"memory is {memory!r}; {checkpoints} checkpoints of {each} bytes need more"
-            )
-        found = plan(
-            replace(self.model, drafter=self.drafter),
-            memory=left,
-            max_batch=rows,
-            context=self.context,
-            page_size=page_size,
-        )
-        return min(found.pages, rows * columns)
-
 
 _Heard = tuple[Columns, Report]
-
-
-class _DeviceError(Exception):
-    """A step failed while its programs ran; its cause says why."""
-
-
-def _listed(
-    report: Report, place: int, count: int, alternatives: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
-    """Log-probabilities of a row's tokens as plain numbers."""
-    found = report.logprobs
-    assert found is not None
-    return [
-        (
-            float(found.token[place, t]),
-            [
-                (int(found.top_tokens[place, t, n]), float(found.top[place, t, n]))
-                for n in range(alternatives)
-            ],
-        )
-        for t in range(count)
-    ]
 
 
 __all__ = ["Engine"]

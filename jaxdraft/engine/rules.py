@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdraft.base import NO_TOKEN, Truncation
-from jaxdraft.engine.request import Request, RequestRules
+from jaxdraft.engine.sequence import RequestRules, Sequence
 from jaxdraft.generate import sampling_rules, stop_table
 from jaxdraft.model import Model
 from jaxdraft.round import Rules
@@ -94,7 +94,7 @@ class RulesTable:
         self._tables: OrderedDict[tuple[Any, ...], jax.Array] = OrderedDict()
         self.start()
 
-    def update(self, active: Mapping[int, Request]) -> None:
+    def update(self, active: Mapping[int, Sequence]) -> None:
         """Follow the rows: nothing happens while they are the same."""
         found: list[RequestRules | None] = [None] * self._rows
         for row, request in active.items():

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdraft import round as rounds
-from jaxdraft.base import NO_PAGE, Drafter, Target
+from jaxdraft.base import NO_PAGE, Drafter, Status, Target
 from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
-from jaxdraft.engine.request import Phase, Request
 from jaxdraft.engine.rules import RulesTable
 from jaxdraft.engine.scheduler import Work
+from jaxdraft.engine.sequence import Phase, Sequence
+from jaxdraft.model import Model
+from jaxdraft.plan import plan
 from jaxdraft.round import RoundState
 from jaxdraft.state import rows
+from jaxdraft.state.budget import parse_memory, whole
 
 
 class Runner:
@@ -81,7 +84,7 @@ class Runner:
         return _misses(self.state.drafter)
 
     def run(
-        self, work: Work, active: Mapping[int, Request]
+        self, work: Work, active: Mapping[int, Sequence]
     ) -> tuple[tuple[Columns, Report] | None, tuple[Columns, Report] | None]:
         """Run the programs of a step, and bring down what they say, all at once.
 
@@ -128,7 +131,28 @@ class Runner:
             heard[0] = (heard[0][0].rows(order), jax.tree.map(lambda x: x[order], heard[0][1]))
         return heard[0], heard[1]
 
-    def save(self, request: Request) -> Any:
+    def check(self, active: Mapping[int, Sequence], stopping: list[int]) -> None:
+        """Check that the device agrees with the host.
+
+        Args:
+          active: the sequences that have rows.
+          stopping: rows that the device may believe to run.
+
+        Raises:
+          AssertionError: it does not.
+        """
+        status, length = jax.device_get((self.state.status, self.state.length))
+        for row in range(self.batch):
+            request, runs = active.get(row), status[row] == Status.RUNNING
+            if request is None:
+                assert not runs or row in stopping, f"row {row} runs without a request"
+            elif request.phase is Phase.RUNNING:
+                assert runs and length[row] == len(request.ids), (request, status[row], length[row])
+                assert request.read == len(request.ids) - 1, (request, request.read)
+            else:
+                assert not runs and length[row] == request.read, (request, length[row])
+
+    def save(self, request: Sequence) -> Any:
         """What a request's row remembers beside its pages."""
         row = np.asarray([request.row], np.int32)
         where = self._where[self._drawn]
@@ -138,14 +162,14 @@ class Runner:
         at, where = np.asarray([row], np.int32), self._where[self._drawn]
         return programs.note(self.drafter, self.state, at, where=where)
 
-    def _recall(self, request: Request) -> None:
+    def _recall(self, request: Sequence) -> None:
         assert request.noted is not None
         at, where = np.asarray([request.row], np.int32), self._where[self._drawn]
         self.state = programs.recall(self.drafter, self.state, at, request.noted[0], where=where)
 
     # ------------------------------------------------------------------ programs
 
-    def _round(self, requests: list[Request], everyone: int) -> tuple[Report, list[int]]:
+    def _round(self, requests: list[Sequence], everyone: int) -> tuple[Report, list[int]]:
         """The report, and where the requests stand in it."""
         size = bucket(self.buckets.rows, len(requests))
         # When the whole state takes part anyway, nothing has to be moved.
@@ -161,7 +185,7 @@ class Runner:
         order = [r.row if whole else place for place, r in enumerate(requests)]
         return report, order  # type: ignore[bad-return]
 
-    def _chunk(self, reading: list[tuple[Request, int]]) -> Report:
+    def _chunk(self, reading: list[tuple[Sequence, int]]) -> Report:
         requests = [request for request, _ in reading]
         size = bucket(self.buckets.rows, len(requests))
         width = bucket(self.buckets.chunks, max(count for _, count in reading))
@@ -181,7 +205,7 @@ class Runner:
         )  # fmt: skip
         return report
 
-    def _admit(self, request: Request, memory: Any) -> None:
+    def _admit(self, request: Sequence, memory: Any) -> None:
         tokens = np.zeros((1, self._context), np.int32)
         tokens[0, : len(request.ids)] = request.ids
         counts = [request.read, request.emitted, request.failed_before, request.heard]
@@ -192,7 +216,7 @@ class Runner:
             where=self._where[self._drawn], parts=self._parts, skips=self.skips,
         )  # fmt: skip
 
-    def _seats(self, requests: list[Request], order: list[int] | None, size: int) -> Seats:
+    def _seats(self, requests: list[Sequence], order: list[int] | None, size: int) -> Seats:
         """Seats of the rows ``order``, or of the requests; of more than there are no page."""
         places: Any = [r.row for r in requests] if order is None else order
         rows_of = np.full(size, self.batch, np.int32)
@@ -291,6 +315,47 @@ def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:
     return rows.row_bytes(lambda b: empty_memory(target, drafter, b, **sizes))
 
 
+def pool_pages(
+    model: Model,
+    *,
+    rows: int,
+    columns: int,
+    page_size: int,
+    context: int,
+    memory: int | str | None,
+    pages: int | None,
+    checkpoints: int,
+) -> int:
+    """Return P, the pages of a pool.
+
+    Args:
+      model: the model, with the drafter that is used.
+      rows: B.
+      columns: M.
+      page_size: Z.
+      context: S, tokens of the longest row.
+      memory: bytes for everything, instead of ``pages``.
+      pages: P itself. Default: all rows at full context.
+      checkpoints: the most checkpoints, which are paid from ``memory``.
+
+    Raises:
+      ValueError: both are given, or the memory is too small.
+    """
+    if memory is None:
+        return rows * columns if pages is None else whole("pages", pages)
+    if pages is not None:
+        raise ValueError(f"memory is {memory!r} and pages is {pages}; expected one of them")
+    sizes = dict(context=context, pages=columns, page_size=page_size, columns=columns)
+    each = checkpoint_bytes(model.target, model.drafter, **sizes)
+    left = parse_memory(memory) - checkpoints * each
+    if left <= 0:
+        raise ValueError(
+            f"memory is {memory!r}; {checkpoints} checkpoints of {each} bytes need more"
+        )
+    found = plan(model, memory=left, max_batch=rows, context=context, page_size=page_size)
+    return min(found.pages, rows * columns)
+
+
 def _memory(state: RoundState) -> Any:
     return state.target, state.drafter
 
@@ -304,4 +369,4 @@ def _misses(state: Any) -> int:
     return int(getattr(state, "misses", 0))
 
 
-__all__ = ["Runner", "checkpoint_bytes"]
+__all__ = ["Runner", "checkpoint_bytes", "pool_pages"]

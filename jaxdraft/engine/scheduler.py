@@ -17,26 +17,26 @@ from typing import Any
 
 from jaxdraft.engine.pages import Pages as PagePool
 from jaxdraft.engine.pages import PrefixCache
-from jaxdraft.engine.request import Phase, Request
+from jaxdraft.engine.sequence import Phase, Sequence
 
 
 @dataclasses.dataclass
 class Work:
     """What one step does, in this order."""
 
-    lost: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # their rows
+    lost: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)  # their rows
     stopped: list[int] = dataclasses.field(default_factory=list)  # rows that run no more
-    running: list[Request] = dataclasses.field(default_factory=list)  # one round
+    running: list[Sequence] = dataclasses.field(default_factory=list)  # one round
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # page onto page
     admitted: list[Admission] = dataclasses.field(default_factory=list)
-    reading: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # tokens each
+    reading: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)  # tokens each
 
 
 @dataclasses.dataclass
 class Admission:
     """A request takes a row."""
 
-    request: Request
+    request: Sequence
     memory: Any  # what its row remembers behind the positions that are there, if that is needed
 
 
@@ -73,24 +73,23 @@ class Scheduler:
         self.prefixes = prefixes and pages.count > 0
         self.checkpointed = checkpointed
         self.cache = PrefixCache(pages, checkpoints=checkpoints, overlap=overlap)
-        self.active: dict[int, Request] = {}  # by row
-        self.kept: OrderedDict[int, Request] = OrderedDict()  # over, with pages; least used first
-        self.suspects: list[Request] = []  # took part in a step that failed; run alone
+        self.active: dict[int, Sequence] = {}  # by row
+        self.kept: OrderedDict[int, Sequence] = OrderedDict()  # over, with pages; least used first
         self._free = list(range(rows))
-        self._waiting: list[tuple[int, int, Request]] = []
+        self._waiting: list[tuple[int, int, Sequence]] = []
         self._serial = itertools.count()
-        self.lost: list[tuple[Request, int]] = []  # who lost its row since the last step
+        self.lost: list[tuple[Sequence, int]] = []  # who lost its row since the last step
         self.stopping: list[int] = []  # rows that the device believes to run
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """It waits for its turn; one that lost its place comes before all younger ones."""
         request.phase = Phase.WAITING
         heapq.heappush(self._waiting, (request.order, next(self._serial), request))
 
     @property
-    def waiting(self) -> list[Request]:
+    def waiting(self) -> list[Sequence]:
         """Who waits, first come first."""
         found = (r for *_, r in sorted(self._waiting, key=lambda w: w[:2]))
         return list(dict.fromkeys(r for r in found if r.phase is Phase.WAITING))
@@ -100,11 +99,11 @@ class Scheduler:
         """Whether anything is left to do."""
         return bool(self.active) or self._next() is not None
 
-    def needed(self, request: Request) -> int:
+    def needed(self, request: Sequence) -> int:
         """Pages it can come to hold."""
         return self.pages.needed(request.cap) if self.pages.count else 0
 
-    def leave(self, request: Request, *, stop: bool, remember: bool = True) -> None:
+    def leave(self, request: Sequence, *, stop: bool, remember: bool = True) -> None:
         """Its row is free again, and its pages are, but for those remembered by content.
 
         Args:
@@ -118,7 +117,7 @@ class Scheduler:
                 self.remember(request)
         self.forget(request)
 
-    def _vacate(self, request: Request, stop: bool) -> None:
+    def _vacate(self, request: Sequence, stop: bool) -> None:
         row, request.row = request.row, None
         assert row is not None
         del self.active[row]
@@ -126,14 +125,14 @@ class Scheduler:
         if stop:
             self.stopping.append(row)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Sequence) -> None:
         """Its pages, and what was kept of it, are free."""
         self.pages.drop(request.pages)
         request.pages, request.read, request.memory = [], 0, None
         request.marks, request.saved = [], {}
         self.kept.pop(request.number, None)
 
-    def keep(self, request: Request, memory: Any, *, stop: bool) -> None:
+    def keep(self, request: Sequence, memory: Any, *, stop: bool) -> None:
         """Its row is free; the pages in use stay with it until they are needed elsewhere."""
         self._vacate(request, stop)
         self.remember(request)
@@ -141,14 +140,14 @@ class Scheduler:
         request.memory = memory
         self.kept[request.number] = request
 
-    def trim(self, request: Request, positions: int) -> None:
+    def trim(self, request: Sequence, positions: int) -> None:
         """It goes back to its first ``positions`` positions; pages past them are free."""
         held = self.pages.needed(positions) if self.pages.count else 0
         self.pages.drop(request.pages[held:])
         del request.pages[held:]
         request.read = positions
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Sequence) -> None:
         """It loses its place; what it computed is remembered as long as there is room."""
         if request.phase is Phase.RUNNING and request.row is not None:
             self.lost.append((request, request.row))
@@ -157,7 +156,7 @@ class Scheduler:
         request.settle()
         self.add(request)
 
-    def remember(self, request: Request) -> None:
+    def remember(self, request: Sequence) -> None:
         """Its full pages can be found by content from now on, and its checkpoints with them."""
         if not self.prefixes:
             return
@@ -169,9 +168,22 @@ class Scheduler:
                 self.cache.keep(nodes[number - 1], memory)
                 del request.saved[position]
 
+    def restart(self) -> None:
+        """Forget what the device holds: a sequence with a row waits again, with all its tokens."""
+        for request in list(self.active.values()):
+            request.settle()
+            request.noted = None
+            self.leave(request, stop=False, remember=False)
+            self.add(request)
+        for request in list(self.kept.values()):
+            self.forget(request)
+        self.cache.clear()
+        self.stopping.clear()
+        self.lost.clear()
+
     # ------------------------------------------------------------------ pages
 
-    def _reserve(self, request: Request, count: int, spare: int = 0) -> list[int] | None:
+    def _reserve(self, request: Sequence, count: int, spare: int = 0) -> list[int] | None:
         """``count`` pages, with ``spare`` more left over; None if that cannot be had.
 
         What is remembered by content goes first, then what finished requests keep.
@@ -188,7 +200,7 @@ class Scheduler:
                 return None
         return pages.take(count)
 
-    def _cover(self, request: Request, positions: int) -> bool:
+    def _cover(self, request: Sequence, positions: int) -> bool:
         """Pages for the first ``positions`` positions."""
         need = self.pages.needed(positions) - len(request.pages)
         if not self.pages.count or need <= 0:
@@ -201,10 +213,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ one step
 
-    def plan(self) -> Work:
-        """What the next step does. Rows and pages are given and taken here."""
+    def plan(self, alone: Sequence | None = None) -> Work:
+        """Return what the next step does. Rows and pages are given and taken here.
+
+        Args:
+          alone: the only sequence that may run, if there is one.
+        """
         work = Work()
-        alone = self.suspect()
         rows = sorted(self.active.values(), key=lambda r: r.order)
         running = [r for r in rows if r.phase is Phase.RUNNING and alone in (None, r)]
         for request in running:
@@ -236,7 +251,7 @@ class Scheduler:
         work.stopped, self.stopping = self.stopping, []
         return work
 
-    def _read(self, work: Work, request: Request, left: int) -> int:
+    def _read(self, work: Work, request: Sequence, left: int) -> int:
         """Read on in its text, up to the next checkpoint."""
         ends = [request.goal, *(m for m in request.marks if m > request.read)]
         count = max(0, min(left, self.chunk, min(ends) - request.read))
@@ -244,7 +259,7 @@ class Scheduler:
             work.reading.append((request, count))
         return count
 
-    def _admit(self, work: Work, request: Request, spare: int) -> bool:
+    def _admit(self, work: Work, request: Sequence, spare: int) -> bool:
         """Give it a row, and the pages of its text and first round, if they can be had."""
         if not self._free:
             return False
@@ -270,7 +285,7 @@ class Scheduler:
         work.admitted.append(Admission(request, memory))
         return True
 
-    def _match(self, request: Request) -> tuple[int, Any]:
+    def _match(self, request: Sequence) -> tuple[int, Any]:
         """Hold the known pages that begin its text; at least one position is left to run."""
         size = self.pages.size
         most = (request.goal - 1) // size
@@ -287,7 +302,7 @@ class Scheduler:
         self.pages.share(request.pages)
         return usable * size, memory
 
-    def _provide(self, request: Request, reused: int, spare: int) -> list[tuple[int, int]] | None:
+    def _provide(self, request: Sequence, reused: int, spare: int) -> list[tuple[int, int]] | None:
         """Pages to run the text after ``reused`` positions; the copies to make, None: no room."""
         pages, mine = self.pages, request.pages
         # What is written from here on must be in pages of nobody else.
@@ -306,19 +321,14 @@ class Scheduler:
         mine.extend(got)
         return copies
 
-    def _youngest(self) -> Request:
+    def _youngest(self) -> Sequence:
         return max(self.active.values(), key=lambda r: r.order)
 
-    def _next(self) -> Request | None:
+    def _next(self) -> Sequence | None:
         """The first who waits."""
         while self._waiting and self._waiting[0][2].phase is not Phase.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
-
-    def suspect(self) -> Request | None:
-        """Who runs alone, if anybody has to."""
-        self.suspects = [r for r in self.suspects if not r.finished]
-        return self.suspects[0] if self.suspects else None
 
     # ------------------------------------------------------------------ invariants
 

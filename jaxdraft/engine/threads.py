@@ -138,6 +138,41 @@ class Waiters:
                 self._changed.notify_all()
 
 
+class Readers:
+    """Iterations over an engine's events; those of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._threads: dict[object, int] = {}  # by reader
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+    def claim(self, reader: object) -> None:
+        """Make the calling thread the one that reads the events.
+
+        Args:
+          reader: the iteration. Its next step may be in another thread.
+
+        Raises:
+          RuntimeError: an iteration in another thread is not over.
+        """
+        self.refuse(reader)
+        self._threads[reader] = threading.get_ident()
+
+    def refuse(self, reader: object = None) -> None:
+        """Raise the error of :meth:`claim` if another thread reads the events."""
+        me = threading.get_ident()
+        if any(r is not reader and thread != me for r, thread in list(self._threads.items())):
+            raise RuntimeError(
+                "another thread iterates over this engine's events; wait for request.result() "
+                "here, or read the events in one thread"
+            )
+
+    def leave(self, reader: object) -> None:
+        """End an iteration. The garbage collector may call this, so it takes no lock."""
+        self._threads.pop(reader, None)
+
+
 class Shared(Protocol):
     """An object that threads share."""
 

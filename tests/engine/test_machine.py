@@ -112,7 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
         done = [r for r in self.requests if r.finished]
         request = data.draw(st.sampled_from(done))
         self._compare(request)
-        before = request.ids[: request.turns[-1].start] if back else request.ids
+        sequence = request._sequence
+        before = sequence.ids[: sequence.turns[-1].start] if back else sequence.ids
         prompt = (*before, *more)
         if len(prompt) + new - 1 > 4 * PAGES:
             return
@@ -138,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _compare(self, request: Request) -> None:
         prompt, new, rules = self.expected[request.number]
-        if request.finish_reason is None or not request.turns[-1].output:
+        if request.finish_reason is None or not request._sequence.turns[-1].output:
             return  # rewound to nothing
         whole = expected(self.recurrent, prompt, new, **rules)
         assert request.prompt == list(prompt)

@@ -106,8 +106,9 @@ def test_map_is_generate() -> None:
         alone = engine.submit(prompt, row=row, **rules)
         assert alone.result() == request.tokens
         streams = row_streams(rules["key"], 3)[row]
-        assert request.rules.sampling is not None
-        found = request.rules.sampling.streams
+        how = request._sequence.rules.sampling
+        assert how is not None
+        found = how.streams
         np.testing.assert_array_equal(found[0], jax.random.key_data(streams))  # type: ignore[unsupported-operation]
     assert len({tuple(r.tokens) for r in engine.map([said[0]] * 3, **rules)}) == 3
     assert engine.submit("abca", max_new_tokens=1).prompt == [0, 1, 2, 0]

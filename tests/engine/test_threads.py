@@ -147,12 +147,12 @@ def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPa
     requests = [engine.submit(p, max_new_tokens=12) for p in said]
     real, calls = engine.scheduler.plan, []
 
-    def breaks() -> Any:
+    def breaks(*args: Any) -> Any:
         calls.append(threading.get_ident())
         if len(calls) == 3:
             time.sleep(0.3)  # all others are asleep by now
             raise OSError("the host breaks")
-        return real()
+        return real(*args)
 
     monkeypatch.setattr(engine.scheduler, "plan", breaks)
     errors = together(*(r.result for r in requests))
@@ -168,11 +168,11 @@ def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
     requests = [engine.submit(p, max_new_tokens=12) for p in said]
     real, calls = engine.scheduler.plan, []
 
-    def interrupted() -> Any:
+    def interrupted(*args: Any) -> Any:
         calls.append(None)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real()
+        return real(*args)
 
     monkeypatch.setattr(engine.scheduler, "plan", interrupted)
     found = together(*(r.result for r in requests))
@@ -189,9 +189,9 @@ def test_a_closed_engine_lets_all_threads_go() -> None:
     requests = [engine.submit(p, max_new_tokens=30) for p in said]
     real = engine.scheduler.plan
 
-    def slow() -> Any:
+    def slow(*args: Any) -> Any:
         time.sleep(0.01)
-        return real()
+        return real(*args)
 
     engine.scheduler.plan = slow  # type: ignore[method-assign]
     found = together(*(r.result for r in requests), lambda: (time.sleep(0.1), engine.close()))

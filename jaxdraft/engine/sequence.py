@@ -1,0 +1,244 @@
+"""The record of a request that scheduler, runner and rules share."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence as Ids
+from typing import Any
+
+import numpy as np
+
+from jaxdraft.engine.counters import Counters, Counts
+from jaxdraft.engine.programs import Columns
+from jaxdraft.round import Logprobs
+from jaxdraft.sampling import SamplingRules
+from jaxdraft.text import OutputText, Text
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"  # for a row and pages
+    READING = "reading"  # its prompt, chunk by chunk
+    RUNNING = "running"
+    DONE = "done"
+    CLOSED = "closed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RequestRules:
+    """The rules of one turn, checked; ``sampling`` has one row, in numpy."""
+
+    stop_ids: tuple[int, ...]
+    max_new_tokens: int
+    max_length: int
+    draft_limit: int
+    sampling: SamplingRules | None
+    stop: tuple[str, ...]
+    automaton: np.ndarray | None  # of ``stop``, [states, V]
+    logprobs: int | None
+
+
+@dataclasses.dataclass
+class Turn:
+    """A turn: tokens that were given, and the output that follows them."""
+
+    start: int  # where its tokens begin
+    output: int  # where its output begins
+    memory: Any = None  # state of the rows after ``start - 1`` positions, if it was kept
+
+
+class Sequence:
+    """The tokens of a request, turn after turn, and what the engine knows about them.
+
+    Args:
+      number: the request's number.
+      ids: the prompt.
+      rules: the rules of the first turn.
+      keep: whether its cache stays in place when a turn is over.
+      counters: the engine's counters.
+
+    Attributes:
+      ids: all tokens, those of earlier turns included.
+      turns: the turns, oldest first; only a rewound sequence has an empty one.
+      options: the arguments that the rules were made from.
+      phase: where it is.
+      order: its place in the queue; each turn has a new one.
+      row: its row on the device, if it has one.
+      pages: its pages.
+      read: positions in the caches; those of a kept sequence too.
+      memory: state of the row of a kept sequence.
+      emitted: tokens of the current output.
+      pending: drafts of the coming round.
+      failures: failing rounds of the drafter, the last proposal included.
+      failed_before: failing rounds without the last proposal.
+      heard: state of the stop-string automaton.
+      noted: drafts of a sequence that lost its row, and their number; see `programs.note`.
+      marks: positions to make a checkpoint at.
+      saved: checkpoints whose pages are not remembered yet.
+      strikes: failing steps in which it ran alone.
+      preemptions: how often it lost its place and was computed anew.
+      reused: prompt positions that were not computed, since they were known.
+      done: counters of the rows that it left.
+      now: counters of its row.
+      finish_reason, error, text, logprobs: as of :class:`jaxdraft.Request`.
+      output_text: the decoder of the output, once a token was emitted.
+      total: tokens that prompt and output have at most.
+    """
+
+    def __init__(
+        self, number: int, ids: Ids[int], rules: RequestRules, *, keep: bool, counters: Counters
+    ) -> None:
+        self.number, self.keep, self.counters = number, keep, counters
+        self.options: dict[str, Any] = {}
+        self.ids: list[int] = []
+        self.turns: list[Turn] = []
+        self.row: int | None = None
+        self.pages: list[int] = []
+        self.read = 0
+        self.memory: Any = None
+        self.order = number
+        self.marks: list[int] = []
+        self.saved: dict[int, Any] = {}
+        self.preemptions, self.reused = 0, 0
+        self.done = Counts.zeros(counters.draft_tokens)
+        self.begin(ids, rules)
+
+    def begin(self, ids: Ids[int], rules: RequestRules) -> None:
+        """Begin another turn. Nothing of it was emitted yet."""
+        self.rules = rules
+        start = len(self.ids)
+        self.turns.append(Turn(start, start + len(ids), self.memory))
+        self.ids.extend(ids)
+        self.phase = Phase.WAITING
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.logprobs: list[tuple[float, list[tuple[int, float]]]] | None = (
+            None if rules.logprobs is None else []
+        )
+        self.emitted = self.pending = 0
+        self.failures = self.failed_before = 0
+        self.heard = 0
+        self.now = Counts.zeros(self.counters.draft_tokens)
+        self.noted: tuple[Any, int] | None = None
+        self.strikes = 0
+        self.text: str | None = None
+        self.output_text: OutputText | None = None
+        self.total = min(len(self.ids) + rules.max_new_tokens, rules.max_length)
+
+    def unwind(self) -> Turn:
+        """Remove the last turn as if it had never been submitted, and return it."""
+        turn = self.turns.pop()
+        del self.ids[turn.start :]
+        if not self.turns:
+            self.turns.append(Turn(0, 0))
+        self.emitted, self.text, self.logprobs = 0, None, None
+        return turn
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids before the current output."""
+        return self.ids[: self.turns[-1].output]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the current output."""
+        return self.ids[self.turns[-1].output :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether its turn is over."""
+        return self.phase in (Phase.DONE, Phase.CLOSED)
+
+    @property
+    def known(self) -> bool:
+        """Whether the last of its ids was emitted, and is in no cache yet."""
+        return self.emitted > 0
+
+    @property
+    def goal(self) -> int:
+        """Positions to be in the caches before it runs."""
+        return len(self.ids) - self.known
+
+    @property
+    def cap(self) -> int:
+        """Positions that will ever be in the caches: the last token is never put there."""
+        return self.total - 1
+
+    def settle(self) -> None:
+        """Leave the row: the row's counters start again."""
+        self.counters.total = self.counters.total + self.now
+        self.done, self.now = self.done + self.now, Counts.zeros(self.counters.draft_tokens)
+
+    def apply(
+        self, columns: Columns, logprobs: Logprobs | None, place: int, *, first: bool
+    ) -> list[int]:
+        """Take in what a step reports about the row, and return the tokens it emitted.
+
+        Args:
+          columns: the report.
+          logprobs: log-probabilities of the emitted tokens, if the program gives them.
+          place: the row's place in both.
+          first: whether the step emitted the first token of the output.
+        """
+        tokens = columns.tokens[place, : int(columns.count[place])].tolist()
+        self.ids.extend(tokens)
+        self.emitted = int(columns.emitted[place])
+        self.pending = int(columns.pending[place])
+        if self.noted is not None:  # its drafts are those it had, not those in the report
+            self.pending, self.noted = self.noted[1], None
+        else:
+            if first or self.phase is Phase.RUNNING:  # otherwise it proposed what it had before
+                self.failed_before = self.failures
+            self.failures = int(columns.failures[place])
+        self.heard = int(columns.heard[place])
+        self.read = len(self.ids) - self.known
+        if first:
+            self.counters.prompts += len(tokens)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs += _listed(logprobs, place, len(tokens), self.rules.logprobs or 0)
+        return tokens
+
+    def decode(
+        self, text: Text | None, tokens: list[int], *, done: bool, stopped: bool = False
+    ) -> str | None:
+        """Return the text that tokens of the output add; None without a tokenizer.
+
+        Args:
+          text: the tokenizer.
+          tokens: the next tokens.
+          done: whether they are the last.
+          stopped: whether the last of them completes a stop string.
+        """
+        if text is None:
+            return None
+        if self.output_text is None:
+            self.output_text = OutputText(text, prompt=self.prompt, stop=self.rules.stop)
+            self.text = ""
+        shown = self.output_text.push(tokens, done=done, stopped=stopped)
+        self.text = (self.text or "") + shown
+        return shown
+
+    def __repr__(self) -> str:
+        end = f", {self.finish_reason}" if self.finish_reason else ""
+        return (
+            f"<Request {self.number}: {self.phase.value}{end}, {len(self.prompt)} + "
+            f"{len(self.tokens)} tokens>"
+        )
+
+
+def _listed(
+    found: Logprobs, place: int, count: int, alternatives: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Return log-probabilities of a row's tokens as plain numbers."""
+    return [
+        (
+            float(found.token[place, t]),
+            [
+                (int(found.top_tokens[place, t, n]), float(found.top[place, t, n]))
+                for n in range(alternatives)
+            ],
+        )
+        for t in range(count)
+    ]
