@@ -298,3 +298,14 @@ def test_every_experiment_is_in_the_index() -> None:
     files = {p.name for p in folder.iterdir() if p.suffix in (".py", ".md", ".png", ".json")}
     linked = set(re.findall(r"\]\(([\w.]+)\)", index))
     assert files - {"README.md"} == linked
+
+
+def test_the_run_script_has_the_commands_that_its_help_and_ci_name() -> None:
+    text = (ROOT / "run").read_text()
+    usage = text[text.index("<<'EOF'") : text.index("\nEOF")]
+    named = set(re.findall(r"^  (\w+) ", usage, re.MULTILINE))
+    named |= set(re.findall(r"^\./run (\w+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    cases = text[text.index("\ncase $command in") :]
+    handled = re.findall(r"^  ([\w| -]+)\)", cases, re.MULTILINE)
+    assert named == {name for names in handled for name in names.split(" | ")} - {"-h", "--help"}
+    assert subprocess.run(["bash", "-n", ROOT / "run"]).returncode == 0
