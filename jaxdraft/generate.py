@@ -18,22 +18,20 @@ from flax import struct
 from jax import lax
 
 from jaxdraft import guard
+from jaxdraft import prompts as given
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.keys import row_streams
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
+from jaxdraft.prompts import Prompts, host, traced
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
-from jaxdraft.sampling import Sampling, SamplingRules, row_streams
+from jaxdraft.sampling import Sampling, SamplingRules
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import OutputText, Text
-
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | np.ndarray | jax.Array
-
-_MIN_BUCKET = 16
-_INT32_MAX = 2**31 - 1
 
 
 @struct.dataclass
@@ -131,22 +129,26 @@ def generate(
 ) -> Output:
     """Continue every prompt, losslessly: what comes out is the target's own.
 
+    Any argument may be traced by a transformation of JAX, but for those that decide about shapes:
+    ``max_new_tokens``, ``max_length``, ``draft_tokens``, ``logprobs``, ``memory`` and the strings.
+    Inside ``shard_map``, pass ``check_vma=False`` to it.
+
     Greedily, the tokens are those of the target alone; sampled, their distribution is. The whole
     generation is one compiled program. Prompts and outputs share buffers whose sizes are powers of
     two, so other prompts, limits and stop ids of the same bucket compile nothing.
 
     Args:
       model: from :func:`jaxdraft.load` or ``Model.of``.
-      prompts: a string; strings; a list of ids; lists of ids; or a padded [B, P] integer array with
-        ``lengths``. Under ``jit`` it must be an array.
+      prompts: a string; strings; ids, [P]; several of those; or a padded [B, P] integer array with
+        ``lengths``.
       lengths: [B], with an array: how many ids of each row are its prompt. Default: all.
       max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
       drafter: "auto" (the model's own, if it has one), its kind ("mtp", "dflash2", "dspark"),
         "ngram" or "none", which always work; two with a plus between, "ngram+auto", for the second
         where the first is silent; or a drafter of your own.
       sampling: how tokens are chosen; see :class:`jaxdraft.Sampling`. Default: greedily.
-      key: a PRNG key, or a seed for one; needed above temperature zero. Row i draws from
-        ``fold_in(key, i)`` alone: what is in the other rows does not matter.
+      key: a PRNG key of any kind, or a seed for one; needed above temperature zero. Row i draws
+        from ``fold_in(key, i)`` alone: what is in the other rows does not matter.
       stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
       stop: strings that end a row. The token that completes one is the last; texts end before it.
       draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
@@ -168,11 +170,11 @@ def generate(
         arguments of the wrong form. Nothing was allocated or run.
       FloatingPointError: with ``throw``, non-finite logits.
     """
-    traced = isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     plan = _plan(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
         draft_tokens, memory, sampling, key, stop, logprobs,
     )  # fmt: skip
+    given.check_varying(model, plan.drafter, plan.tokens, plan.lengths, plan.rules)
     out = _generate(
         model.target,
         plan.drafter,
@@ -184,7 +186,7 @@ def generate(
         logprobs=logprobs,
     )
     out = _described(out, model, plan)
-    if traced:
+    if traced(out):  # by way of any argument: the output's values are not there yet
         cropped = jax.tree.map(lambda x: x[:, : plan.wanted], out.logprobs)
         return replace(out, tokens=out.tokens[:, : plan.wanted], logprobs=cropped)
     return _finish(out, plan.wanted, throw)
@@ -219,6 +221,7 @@ def stream(
         model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
         draft_tokens, memory, sampling, key, stop, logprobs,
     )  # fmt: skip
+    given.check_concrete(model, plan.drafter, plan.tokens, plan.lengths, plan.rules)
     return _stream(model, plan, throw, logprobs)
 
 
@@ -241,16 +244,18 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
       ValueError: as :func:`generate`, for tokens outside the vocabulary or the context.
     """
     guard.check_target(model.target)
-    ids, count = _arrays(model, tokens, lengths)
+    ids, count = given.arrays(model, tokens, lengths)
     size = ids.shape[1]
     if size > model.info.context_length:
         raise ValueError(
             f"{size} tokens do not fit the context of {model.info.context_length} positions"
         )
-    bucket = size if isinstance(ids, jax.core.Tracer) else _bucket(size)
-    ids = _pad(ids, bucket)
+    bucket = size if traced(ids) else given.bucket_of(size)
+    ids, count = jax.device_put((given.pad(ids, bucket), count))
+    given.check_varying(model, ids, count)
     scored = _score(model.target, ids, count)
-    return jax.tree.map(lambda x: x[:, :size], scored)
+    # A static slice: Python's would bring its bounds to the device.
+    return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, size, axis=1), scored)
 
 
 # --------------------------------------------------------------------------- programs
@@ -336,6 +341,7 @@ def _round_program(
     return rounds.round(target, drafter, state, rules, logprobs=logprobs)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _no_logprobs(batch: int, size: int, alternatives: int | None) -> Logprobs | None:
     if alternatives is None:
         return None
@@ -375,7 +381,7 @@ _output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_o
 def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
     batch, size = tokens.shape
     chunk = _chunk(size)
-    padded = _pad(tokens, size + -size % chunk)
+    padded = given.pad(tokens, size + -size % chunk)
     state = target.init(batch, padded.shape[1])
 
     def step(carry: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Scored]:
@@ -426,45 +432,41 @@ def _plan(
 ) -> _Plan:
     """Check everything, then put it on the device."""
     guard.check_target(model.target)
+    given.check_static(
+        max_new_tokens=max_new_tokens, max_length=max_length, draft_tokens=draft_tokens,
+        logprobs=logprobs, memory=memory,
+    )  # fmt: skip
     chosen = model.choose(drafter, draft_tokens)
-    ids, count = _arrays(model, prompts, lengths)
-    traced = isinstance(ids, jax.core.Tracer) or isinstance(count, jax.core.Tracer)
+    ids, count = given.arrays(model, prompts, lengths)
+    unknown = traced(ids, count)
     batch = ids.shape[0]
     limit = model.info.context_length if max_length is None else max_length
     if not 1 <= limit <= model.info.context_length:
         raise ValueError(
             f"max_length is {limit}; the model's context has {model.info.context_length} positions"
         )
-    if not traced:
-        for row, n in enumerate(np.asarray(count)):
+    if not unknown:
+        for row, n in enumerate(count):
             if n >= limit:
                 raise ValueError(
                     f"prompt {row} has {n} tokens; with max_length {limit} the longest prompt that "
                     f"leaves room for one token has {limit - 1}"
                 )
-    wanted = _per_row("max_new_tokens", max_new_tokens, batch, low=1)
-    stops = model.info.stop_ids if stop_ids is None else tuple(int(i) for i in stop_ids)
-    for i in stops:
-        if not 0 <= i < model.target.vocab_size:
-            raise ValueError(f"stop id {i} is not in the vocabulary of {model.target.vocab_size}")
-    drafts = (
-        np.full((batch,), chosen.draft_tokens, np.int32)
-        if draft_limit is None
-        else draft_limit
-        if isinstance(draft_limit, jax.core.Tracer)
-        else _per_row("draft_limit", draft_limit, batch, low=0)
-    )
+    wanted = given.per_row("max_new_tokens", max_new_tokens, batch, low=1)
+    vocab = model.target.vocab_size
+    stops = given.stop_rows(model.info.stop_ids if stop_ids is None else stop_ids, vocab, batch)
+    drafts = chosen.draft_tokens if draft_limit is None else draft_limit
+    drafts = given.per_row("draft_limit", drafts, batch, low=0)
     most = int(wanted.max())
-    if not traced:  # no row can emit more than the context leaves
-        longest = int(np.min(np.asarray(count)))
+    if not unknown:  # no row can emit more than the context leaves
+        longest = int(count.min())
         most = min(most, limit - longest)
-    new_tokens = _bucket(most)
-    if not traced:
-        ids = _pad(ids, _bucket(ids.shape[1]))
+    new_tokens = given.bucket_of(most)
+    if not unknown:
+        ids = given.pad(ids, given.bucket_of(ids.shape[1]))
     if memory is not None:
         capacity = ids.shape[1] + new_tokens  # as in `_start`
         check_batch(model.target, chosen, batch=batch, capacity=capacity, memory=memory)
-    vocab = model.target.vocab_size
     if logprobs is not None and not 0 <= logprobs <= vocab:
         raise ValueError(f"logprobs is {logprobs}; expected 0..{vocab} alternatives")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -474,7 +476,7 @@ def _plan(
     if sampling is not None and how is not None:
         drafts = sampling.limit(drafts, how)
     fields = dict(
-        stop_ids=np.tile(np.asarray(_pad_stops(stops), np.int32), (batch, 1)),
+        stop_ids=stops,
         max_new_tokens=wanted,
         max_length=np.full((batch,), limit, np.int32),
         draft_limit=drafts,
@@ -518,103 +520,6 @@ def stop_table(model: Model, strings: tuple[str, ...]) -> np.ndarray:
     return model.text.stop_table(strings, model.target.vocab_size)
 
 
-def _arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
-    """Prompts as (ids [B, P], lengths [B]), checked unless traced."""
-    if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 2:
-        if not np.issubdtype(prompts.dtype, np.integer):
-            raise ValueError(f"prompts are {prompts.dtype}; token ids are integers")
-        batch, size = prompts.shape
-        count = np.full((batch,), size, np.int32) if lengths is None else lengths
-        if np.shape(count) != (batch,):
-            raise ValueError(f"lengths have shape {np.shape(count)}; expected ({batch},)")
-        if isinstance(prompts, jax.core.Tracer) or isinstance(count, jax.core.Tracer):
-            return jnp.asarray(prompts, jnp.int32), jnp.asarray(count, jnp.int32)
-        ids, count = np.asarray(prompts), np.asarray(count)
-        if count.size and not (0 <= count.min() and count.max() <= size):
-            raise ValueError(f"lengths {count.tolist()} are not in 0..{size}, the array's width")
-        rows = [row[:n] for row, n in zip(ids, count, strict=True)]
-    else:
-        if lengths is not None:
-            raise ValueError("lengths go with a [B, P] array of ids; these prompts carry their own")
-        rows = [np.asarray(row) for row in _rows(model, prompts)]
-    return check_ids(model, rows)
-
-
-def _rows(model: Model, prompts: Prompts) -> list[Any]:
-    if isinstance(prompts, str):
-        return [encode(model, prompts)]
-    listed = list(prompts)  # type: ignore[arg-type]
-    if not listed:
-        raise ValueError("no prompts: expected at least one")
-    if all(isinstance(p, str) for p in listed):
-        return [encode(model, str(p)) for p in listed]
-    if all(isinstance(p, int | np.integer) for p in listed):
-        return [listed]
-    return listed
-
-
-def encode(model: Model, prompt: str) -> list[int]:
-    """The ids of a prompt.
-
-    Raises:
-      ValueError: the model has no tokenizer.
-    """
-    if model.text is None:
-        raise ValueError("the model has no tokenizer: prompts must be token ids")
-    return model.text.encode(prompt)
-
-
-def check_ids(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one array [B, P] int32, filled up with zeros, and their lengths [B] int32.
-
-    Raises:
-      ValueError: a prompt that is empty or no row of integers, or an id outside the vocabulary.
-    """
-    vocab = model.target.vocab_size
-    for number, row in enumerate(rows):
-        if row.ndim != 1:
-            raise ValueError(f"prompt {number} has shape {row.shape}; expected a list of ids")
-        if row.size == 0:
-            raise ValueError(f"prompt {number} is empty; a model needs at least one token")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {number} holds {row.dtype}; token ids are integers")
-        bad = row[(row < 0) | (row >= vocab)]
-        if bad.size:
-            raise ValueError(
-                f"prompt {number} holds id {int(bad[0])}; the vocabulary has ids 0..{vocab - 1}"
-            )
-    count = np.asarray([row.size for row in rows], np.int32)
-    ids = np.zeros((len(rows), int(count.max())), np.int32)
-    for number, row in enumerate(rows):
-        ids[number, : row.size] = row
-    return ids, count
-
-
-def _per_row(name: str, value: int | Sequence[int], batch: int, *, low: int) -> np.ndarray:
-    given = np.asarray(value)
-    if not np.issubdtype(given.dtype, np.integer) or given.shape not in ((), (batch,)):
-        raise ValueError(f"{name} is {value!r}; expected an integer, or {batch} of them")
-    if given.min(initial=low) < low:
-        raise ValueError(f"{name} is {value!r}; expected at least {low}")
-    return np.broadcast_to(np.minimum(given, _INT32_MAX), (batch,)).astype(np.int32)
-
-
-def _bucket(size: int) -> int:
-    """The next power of two, at least ``_MIN_BUCKET``."""
-    return max(_MIN_BUCKET, 1 << (size - 1).bit_length())
-
-
-def _pad(ids: Any, size: int) -> Any:
-    width = ((0, 0), (0, size - ids.shape[1]))
-    return np.pad(ids, width) if isinstance(ids, np.ndarray) else jnp.pad(ids, width)
-
-
-def _pad_stops(stops: tuple[int, ...]) -> list[int]:
-    """A power of two of entries, so a few more or fewer stops compile nothing."""
-    size = max(4, 1 << (len(stops) - 1).bit_length()) if stops else 4
-    return [*stops, *[NO_TOKEN] * (size - len(stops))]
-
-
 def _described(out: Output, model: Model, plan: _Plan) -> Output:
     """Add what the texts of an output are read with."""
     return replace(
@@ -624,7 +529,7 @@ def _described(out: Output, model: Model, plan: _Plan) -> Output:
 
 def _finish(out: Output, wanted: int, throw: bool) -> Output:
     """Cut the buffers to what was asked for. On the host: a slice would be one more program."""
-    status = np.asarray(out.status)
+    status = host(out.status)
     if throw and (status == Status.NONFINITE).any():
         rows = np.flatnonzero(status == Status.NONFINITE).tolist()
         raise FloatingPointError(
@@ -632,12 +537,12 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
             "emitted before"
         )
     if out.tokens.shape[1] > wanted:
-        cut_off = jax.tree.map(lambda x: np.asarray(x)[:, :wanted], (out.tokens, out.logprobs))
+        cut_off = jax.tree.map(lambda x: host(x)[:, :wanted], (out.tokens, out.logprobs))
         tokens, logprobs = jax.device_put(cut_off)
         out = replace(out, tokens=tokens, logprobs=logprobs)
     if out.trace is not None:
-        ran = max(1, int(np.asarray(out.stats.rounds).max(initial=0)))
-        accepted = np.asarray(out.trace.accepted)[:, :ran]
+        ran = max(1, int(host(out.stats.rounds).max(initial=0)))
+        accepted = host(out.trace.accepted)[:, :ran]
         out = replace(out, trace=Trace(jax.device_put(accepted)))
     return out
 
@@ -657,7 +562,7 @@ def _stream(
     )
     batch = plan.tokens.shape[0]
     seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
-    prompt, ids = np.asarray(plan.lengths), np.asarray(plan.tokens)
+    prompt, ids = host(plan.lengths), host(plan.tokens)
     texts = None
     if model.text is not None:
         parts = (row[:n] for row, n in zip(ids, prompt, strict=True))
@@ -665,8 +570,8 @@ def _stream(
     done = np.zeros(batch, bool)
     said = _no_logprobs(batch, plan.new_tokens, logprobs)
     while True:
-        status, emitted = np.asarray(state.status), np.asarray(state.emitted)
-        tokens, chances = np.asarray(state.tokens), jax.tree.map(np.asarray, info.logprobs)
+        status, emitted = host(state.status), host(state.emitted)
+        tokens, chances = host(state.tokens), jax.tree.map(host, info.logprobs)
         said = _append_program(said, info, jax.device_put(seen.astype(np.int32)))
         for row in range(batch):
             if done[row]:
@@ -685,6 +590,6 @@ def _stream(
         if done.all():
             break
         state, info = _round_program(target, drafter, state, plan.rules, logprobs=logprobs)
-        accepted = np.asarray(info.accepted)
+        accepted = host(info.accepted)
     out = replace(_output_program(state, plan.lengths, plan.new_tokens), logprobs=said)
     return _finish(_described(out, model, plan), plan.wanted, throw)

@@ -36,6 +36,7 @@ from flax import struct
 from jax import lax
 
 from jaxdraft.base import MASKED, Draw, Truncation
+from jaxdraft.keys import draw_keys
 
 Proposals = Literal["lattice", "greedy_path", "independent", "none"]
 
@@ -157,9 +158,9 @@ class Sampling:
     @property
     def random(self) -> bool:
         """Whether a key is needed: false only if the temperature is known to be zero."""
-        return isinstance(self.temperature, jax.core.Tracer) or bool(
-            np.any(np.asarray(self.temperature) > 0)
-        )
+        if _traced(self.temperature):
+            return True
+        return bool(np.any(np.asarray(jax.device_get(self.temperature)) > 0))
 
     def resolve(self, batch: int, vocab_size: int, streams: jax.Array | None) -> SamplingRules:
         """Check everything, and bring it to arrays of ``batch`` rows.
@@ -230,7 +231,8 @@ class Sampling:
         if self.proposals != "none":
             return draft_limit
         sampled = rules.target.temperature > 0
-        return (jnp if isinstance(sampled, jax.Array) else np).where(sampled, 0, draft_limit)
+        known = isinstance(sampled, np.ndarray) and isinstance(draft_limit, np.ndarray)
+        return (np if known else jnp).where(sampled, 0, draft_limit)
 
 
 @struct.dataclass
@@ -266,26 +268,6 @@ class History:
     length: jax.Array  # [B] int32, tokens before the window's first prediction
     emitted: jax.Array  # [B] int32, those of them that are output
     drafts: jax.Array  # [B, K] int32; row i of the window comes after the first i
-
-
-def row_streams(key: jax.Array | int, batch: int, *, first: int = 0) -> jax.Array:
-    """A stream for every row, [B] keys: row i has ``fold_in(key, first + i)``."""
-    if isinstance(key, int | np.integer):
-        key = jax.random.key(key)
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.shape != ():
-        raise ValueError(f"key has shape {key.shape}; expected one key")
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-        key, first + jnp.arange(batch, dtype=jnp.int32)
-    )
-
-
-def draw_keys(streams: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    """The keys [B] of what is drawn for ``purpose`` at ``position`` [B]."""
-    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(s, p), purpose))(
-        streams, position
-    )
 
 
 def drafting(rules: SamplingRules | None, position: jax.Array) -> Draw | None:
@@ -512,13 +494,14 @@ def _threshold(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Ar
 
 def _per_row(name: str, value: Any, batch: int, low: float, high: float, integer: bool) -> Any:
     dtype = np.int32 if integer else np.float32
-    if isinstance(value, jax.core.Tracer):
-        return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
-    given = np.asarray(value)
+    known = not _traced(value)
+    given = np.asarray(jax.device_get(value)) if known else jnp.asarray(value)
     kind = np.integer if integer else np.number
     if not np.issubdtype(given.dtype, kind) or given.shape not in ((), (batch,)):
         expected = "an integer" if integer else "a number"
         raise ValueError(f"{name} is {value!r}; expected {expected}, or {batch} of them")
+    if not known:
+        return jnp.broadcast_to(given.astype(dtype), (batch,))
     if not np.all((given >= low) & (given <= high)) or not np.all(np.isfinite(given)):
         raise ValueError(f"{name} is {value!r}; expected {_range(low, high)}")
     return np.broadcast_to(given, (batch,)).astype(dtype)
@@ -534,17 +517,22 @@ def _bias(value: Any, batch: int, vocab: int) -> Any:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        bias = np.zeros((1, vocab), np.float32)
-        for token, amount in value.items():
+        for token in value:
             if not 0 <= int(token) < vocab:
                 raise ValueError(
                     f"logit_bias names token {token}; the vocabulary has ids 0..{vocab - 1}"
                 )
-            bias[0, int(token)] = amount
-        value = bias[0]
+        tokens, amounts = [int(token) for token in value], list(value.values())
+        if _traced(amounts):
+            amounts = jnp.stack([jnp.asarray(amount, jnp.float32) for amount in amounts])
+            value = jnp.zeros((vocab,), jnp.float32).at[jnp.asarray(tokens)].set(amounts)
+        else:
+            bias = np.zeros((vocab,), np.float32)
+            bias[tokens] = jax.device_get(amounts)
+            value = bias
     value = _rows("logit_bias", value, batch, vocab)
-    if isinstance(value, jax.core.Tracer):
-        return value.astype(jnp.float32)
+    if _traced(value):
+        return jnp.maximum(value.astype(jnp.float32), MASKED)
     if np.isnan(value).any() or np.isposinf(value).any():
         raise ValueError("logit_bias holds NaN or +inf; expected numbers below +inf")
     return np.maximum(value, MASKED).astype(np.float32)  # -inf bans
@@ -556,7 +544,7 @@ def _allowed(value: Any, batch: int, vocab: int) -> Any:
     value = _rows("allowed", value, batch, vocab)
     if value.dtype != bool:
         raise ValueError(f"allowed is {value.dtype}; expected booleans")
-    if not isinstance(value, jax.core.Tracer) and not value.any(axis=-1).all():
+    if not _traced(value) and not value.any(axis=-1).all():
         rows = np.flatnonzero(~value.any(axis=-1)).tolist()
         raise ValueError(f"allowed leaves no token in rows {rows}")
     return value
@@ -567,8 +555,12 @@ def _rows(name: str, value: Any, batch: int, vocab: int) -> Any:
     if np.shape(value) not in ((vocab,), (batch, vocab)):
         expected = f"({vocab},) or ({batch}, {vocab})"
         raise ValueError(f"{name} has shape {np.shape(value)}; expected {expected}")
-    value = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    value = jnp.asarray(value) if _traced(value) else np.asarray(jax.device_get(value))
     return value.reshape(-1, vocab)
+
+
+def _traced(value: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
 
 
 __all__ = [
@@ -582,9 +574,7 @@ __all__ = [
     "adjust",
     "distribution",
     "draw",
-    "draw_keys",
     "drafting",
     "largest_first",
     "probabilities",
-    "row_streams",
 ]

@@ -9,7 +9,8 @@ from flax import struct
 from jax import lax
 
 from jaxdraft.base import MASKED, Proposal, Truncation
-from jaxdraft.sampling import best_token, distribution, draw, draw_keys
+from jaxdraft.keys import draw_keys
+from jaxdraft.sampling import best_token, distribution, draw
 
 
 @struct.dataclass

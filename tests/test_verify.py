@@ -12,7 +12,8 @@ import pytest
 from jaxdraft import verify
 from jaxdraft.base import Draw, Lattice, Proposal, Support, Truncation
 from jaxdraft.draft.sampled import sampled_walk
-from jaxdraft.sampling import History, Penalties, SamplingRules, adjust, row_streams
+from jaxdraft.keys import draw_keys, row_streams
+from jaxdraft.sampling import History, Penalties, SamplingRules, adjust
 from jaxdraft.verify import Verdict
 
 ROWS = 20_000
@@ -147,7 +148,6 @@ def test_penalties_see_the_drafts_of_the_same_block() -> None:
 
 def test_drafts_and_residuals_have_keys_of_their_own() -> None:
     """Of one position, and of neighbouring ones: no two draws share a key."""
-    from jaxdraft.sampling import draw_keys
 
     stream = row_streams(0, 1)
     keys = [

@@ -42,6 +42,7 @@ from flax import struct
 from jax import lax
 
 from jaxdraft.base import MASKED, Lattice
+from jaxdraft.keys import own_streams
 
 # --------------------------------------------------------------------------- walks
 
@@ -389,12 +390,13 @@ def sample_path(
       Candidate indices [B, K] int32, zero at and past the row's length.
     """
     chex.assert_shape(keys, lattice.candidates.shape[:1])
+    streams = own_streams(keys)
     tempered = _temper(lattice, temperature)
     ahead = to_go(tempered, MASS, length=length)
     scores = _saturate(_open(tempered) + ahead.after[..., 0][:, :, None])
 
     def draw(row: jax.Array, step: jax.Array) -> jax.Array:
-        here = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
+        here = jax.vmap(jax.random.fold_in, in_axes=(0, None))(streams, step)
         return jax.vmap(jax.random.categorical)(here, row).astype(jnp.int32)
 
     indices = walk(replace(tempered, scores=scores), draw)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxdraft.base import Draw, Lattice, Support
 from jaxdraft.draft.lattice import path_tokens, walk
+from jaxdraft.keys import own_streams
 from jaxdraft.sampling import draw, largest_first, probabilities
 
 
@@ -21,7 +22,7 @@ def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
     """
 
     def choose(scores: jax.Array, step: jax.Array) -> jax.Array:
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(how.keys, step)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(own_streams(how.keys), step)
         return draw(probabilities(scores, how.truncation), keys)
 
     indices = walk(lattice, choose)
@@ -47,6 +48,6 @@ def sampled_token(
     """
     values, tokens = largest_first(logits, candidates)
     probs = probabilities(values, how.truncation)
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(how.keys, step)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(own_streams(how.keys), step)
     index = draw(probs, keys)
     return jnp.take_along_axis(tokens, index[:, None], axis=1)[:, 0], tokens, probs

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxdraft.base import Drafter, Status
 from jaxdraft.draft.none import NoDrafter
@@ -23,11 +22,11 @@ from jaxdraft.engine.runner import Runner, pool_pages
 from jaxdraft.engine.scheduler import Scheduler, Work
 from jaxdraft.engine.sequence import Phase, RequestRules, Sequence
 from jaxdraft.engine.threads import FairLock, Readers, Waiters, exclusive
-from jaxdraft.generate import check_ids, encode
 from jaxdraft.guard import check_target
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH
+from jaxdraft.prompts import one_prompt
 from jaxdraft.sampling import Sampling
 from jaxdraft.state.budget import whole
 from jaxdraft.telemetry import Summary
@@ -578,8 +577,7 @@ class Engine:
         self.scheduler.add(request._sequence)
 
     def _ids(self, prompt: str | Ids[int]) -> list[int]:
-        ids = encode(self.model, prompt) if isinstance(prompt, str) else prompt
-        return check_ids(self.model, [np.asarray(ids)])[0][0].tolist()
+        return one_prompt(self.model, prompt)
 
     def _rules(self, length: int, options: dict[str, Any]) -> RequestRules:
         """The rules of a request, checked before it is queued."""

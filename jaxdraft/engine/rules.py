@@ -14,9 +14,10 @@ import numpy as np
 from jaxdraft.base import NO_TOKEN, Truncation
 from jaxdraft.engine.sequence import RequestRules, Sequence
 from jaxdraft.generate import sampling_rules, stop_table
+from jaxdraft.keys import STREAM_IMPL, row_streams
 from jaxdraft.model import Model
 from jaxdraft.round import Rules
-from jaxdraft.sampling import Penalties, Sampling, SamplingRules, row_streams
+from jaxdraft.sampling import Penalties, Sampling, SamplingRules
 from jaxdraft.state.budget import whole
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText
 
@@ -171,9 +172,8 @@ class RulesTable:
         if self.form.allowed:
             allowed = column(lambda s: s.allowed, np.ones(self.vocab), bool)
         if self.form.random:
-            blank = np.zeros_like(jax.random.key_data(jax.random.key(0)))
-            data = column(lambda s: s.streams, blank, blank.dtype)
-            streams = jax.random.wrap_key_data(jax.device_put(data))
+            data = column(lambda s: s.streams, np.zeros(2, np.uint32), np.uint32)
+            streams = jax.random.wrap_key_data(jax.device_put(data), impl=STREAM_IMPL)
         return SamplingRules(
             target=truncation(lambda s: s.target),
             drafts=truncation(lambda s: s.drafts),
@@ -279,11 +279,6 @@ def _one_row(sampling: Sampling, key: Any, row: int, vocab: int) -> SamplingRule
     assert rules is not None
     streams = rules.streams
     if streams is not None:
-        kind, usual = jax.random.key_impl(streams), jax.random.key_impl(jax.random.key(0))
-        if kind != usual:
-            raise ValueError(
-                f"the key is of kind {kind}; requests that share a batch need the default, {usual}"
-            )
         streams = np.asarray(jax.random.key_data(row_streams(key, 1, first=row)))
     rules = replace(rules, streams=None)
     return replace(jax.tree.map(np.asarray, rules), streams=streams)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling
-from jaxdraft.sampling import row_streams
+from jaxdraft.keys import row_streams
 from jaxdraft.text import Text
 from tests.engine.helpers import VOCAB, alone, greedy, history_model
 from tests.engine.test_engine import SIZES, everything_is_free, finish, prompts
