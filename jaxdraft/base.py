@@ -25,10 +25,13 @@ static. They cross ``jit`` as arguments like any array, and no weight is baked i
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import jax
 from flax import struct
+
+if TYPE_CHECKING:
+    from jaxdraft.state.budget import DrafterCost
 
 NO_PAGE = 2**30
 """Page id of "no page". Past every pool, so ``mode="drop"`` drops the write; -1 would wrap around
@@ -220,8 +223,8 @@ class Target(Protocol):
 class Drafter(Protocol):
     """Proposes tokens. It can fail to help, never to harm. A pytree; see the module docstring.
 
-    A drafter that often proposes nothing may have a property ``declines`` that is true: rounds in
-    which no row has drafts then cost a plain step, for a program of twice the size.
+    These members are all that a drafter needs. What else it may have is in
+    :class:`DrafterDefaults`, with the value that counts for a drafter without it.
     """
 
     @property
@@ -244,3 +247,167 @@ class Drafter(Protocol):
     def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """``ingest`` then ``propose``."""
         ...
+
+
+class TargetDefaults:
+    """The optional members of a target, with their defaults. Inherit them, or write your own.
+
+    A target that does not inherit them is completed by :func:`full_target`.
+    """
+
+    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> Any:
+        """Return an empty state for an engine, whose rows share ``pages`` pages.
+
+        By default every row has its whole state, as in ``init``.
+
+        Args:
+          batch: B.
+          pages: P.
+          page_size: Z.
+          columns: M, pages of the longest row.
+        """
+        del pages
+        part = cast(Target, self)
+        return part.init(batch, min(columns * page_size, part.context_length))
+
+    def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+        """Start rows behind positions whose pages are filled already.
+
+        Args:
+          state: a state of rows that have read nothing.
+          tokens: [B, S] int32, the rows' texts.
+          length: [B] int32, positions in their pages.
+
+        Returns:
+          The state, or None: rows remember more than their pages hold. The default is None, unless
+          the state is empty.
+        """
+        del tokens, length
+        return None if jax.tree.leaves(state) else state
+
+
+class DrafterDefaults:
+    """The optional members of a drafter, with their defaults. Inherit them, or write your own.
+
+    A drafter that does not inherit them is completed by :func:`full_drafter`.
+    """
+
+    @property
+    def declines(self) -> bool:
+        """Whether it often proposes nothing.
+
+        Rounds in which no row has drafts then cost a plain step, for a program of twice the size.
+        """
+        return False
+
+    @property
+    def overlap(self) -> int:
+        """Tokens after a page of its pool that the page's content depends on."""
+        return 0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether ``init_pool`` takes ``rings`` and ``page_size``, and no pages."""
+        return False
+
+    def with_draft_tokens(self, draft_tokens: int) -> Drafter:
+        """Return the same drafter with another K.
+
+        Raises:
+          ValueError: it has no other K, as by default.
+        """
+        part = cast(Drafter, self)
+        if draft_tokens == part.draft_tokens:
+            return part
+        raise ValueError(
+            f"draft_tokens is {draft_tokens}; this {type(self).__name__} has {part.draft_tokens} "
+            "and no other number: draft_limit uses fewer"
+        )
+
+    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> Any:
+        """Return an empty state for an engine, whose rows share a pool that mirrors the target's.
+
+        By default every row has its whole state, as in ``init``.
+
+        Args:
+          batch: B.
+          pages: P.
+          page_size: Z.
+          columns: M, pages of the longest row.
+        """
+        del pages
+        return cast(Drafter, self).init(batch, columns * page_size)
+
+    def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+        """Start rows behind positions whose pages are filled; see :meth:`TargetDefaults.skip`."""
+        del tokens, length
+        return None if jax.tree.leaves(state) else state
+
+    def learned(self, state: Any) -> Any:
+        """Return what the state knows of its rows that no text tells, for example acceptance.
+
+        A row that loses its place in an engine gets it back from :meth:`with_learned`.
+
+        Returns:
+          A pytree of arrays [B, ...]. By default an empty one.
+        """
+        del state
+        return ()
+
+    def with_learned(self, state: Any, learned: Any) -> Any:
+        """Return the state with what :meth:`learned` gave."""
+        del learned
+        return state
+
+    def misses(self, state: Any) -> jax.Array | int:
+        """Count how often a row found no room in the drafter's pool: 0 by default."""
+        del state
+        return 0
+
+    def cost(self) -> DrafterCost | None:
+        """Tell what it costs in an engine's memory; None: whatever ``init`` allocates."""
+        return None
+
+    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+        """``ingest`` then ``propose``, as one compiled program."""
+        return _step(cast(Drafter, self), state, feed)
+
+
+@jax.jit
+def _step(drafter: Drafter, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
+    return drafter.propose(drafter.ingest(state, feed), feed)
+
+
+class FullTarget(TargetDefaults, Target):
+    """A target with all members, as :func:`full_target` returns it."""
+
+
+class FullDrafter(DrafterDefaults, Drafter):
+    """A drafter with all members, as :func:`full_drafter` returns it."""
+
+
+class _Completed:
+    """A target or drafter whose missing optional members are those of ``defaults``."""
+
+    def __init__(self, part: Any, defaults: type) -> None:
+        self._part, self._defaults = part, defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._part, name):
+            return getattr(self._part, name)
+        # A method or property of the part, as if the part inherited it.
+        return getattr(self._defaults, name).__get__(self._part)
+
+
+def full_target(target: Target) -> FullTarget:
+    """Return ``target`` with every member of :class:`TargetDefaults`: its own, or the default."""
+    if isinstance(target, TargetDefaults):
+        return cast(FullTarget, target)
+    return cast(FullTarget, _Completed(target, TargetDefaults))
+
+
+def full_drafter(drafter: Drafter) -> FullDrafter:
+    """Return ``drafter`` with every member of :class:`DrafterDefaults`: its own, or the default."""
+    if isinstance(drafter, DrafterDefaults):
+        return cast(FullDrafter, drafter)
+    return cast(FullDrafter, _Completed(drafter, DrafterDefaults))

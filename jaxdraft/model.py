@@ -13,7 +13,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft import guard
-from jaxdraft.base import Drafter, Target
+from jaxdraft.base import Drafter, Target, full_drafter
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
@@ -105,15 +105,9 @@ class Model:
         guard.check_drafter(chosen)
         if draft_tokens is None or draft_tokens == chosen.draft_tokens:
             return chosen
-        change = getattr(chosen, "with_draft_tokens", None)
-        if change is None:
-            raise ValueError(
-                f"draft_tokens is {draft_tokens}; this drafter has {chosen.draft_tokens} and no "
-                "other number: draft_limit uses fewer"
-            )
         if draft_tokens < 1:
             raise ValueError(f"draft_tokens is {draft_tokens}; expected at least 1")
-        return change(draft_tokens)
+        return full_drafter(chosen).with_draft_tokens(draft_tokens)
 
     def _named(self, name: str) -> Drafter:
         own = self.info.drafter

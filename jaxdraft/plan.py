@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdraft.base import Drafter, Target
+from jaxdraft.base import Drafter, Target, full_drafter
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
@@ -21,7 +21,7 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import PREFILL_CHUNK
+from jaxdraft.nn.decoder import PREFILL_CHUNK, DecoderTarget
 from jaxdraft.state.budget import (
     Cache,
     Costs,
@@ -162,22 +162,18 @@ def model_costs(model: Model, max_batch: int, context: int) -> Costs:
     Raises:
       ValueError: the target has no :class:`jaxdraft.config.TargetConfig`.
     """
-    config = getattr(model.target, "config", None)
-    if not isinstance(config, TargetConfig):
+    target = model.target
+    if not isinstance(target, DecoderTarget):
         raise ValueError(
-            f"the target is a {type(model.target).__name__}; only a decoder with a TargetConfig "
-            "can be planned in pages"
+            f"the target is a {type(target).__name__}; only a decoder with a TargetConfig can be "
+            "planned in pages"
         )
-    dtype = jnp.dtype(getattr(model.target, "dtype", jnp.float32))
-    inner = getattr(model.drafter, "inner", model.drafter)  # an adaptive drafter wraps another
-    drafter = getattr(inner, "config", None)
-    if isinstance(drafter, BlockDrafterConfig | MtpConfig):
-        own = jnp.dtype(getattr(inner, "dtype", dtype))
-        cost: DrafterCost = drafter_cost(drafter, own.itemsize)
-    else:
+    cost = full_drafter(model.drafter).cost()
+    if cost is None:
         cost = Fixed(bytes=_state_bytes(model.drafter, max_batch, context))
     weights = weight_bytes(model.target, model.drafter)
-    return target_costs(config, dtype.itemsize, weights=weights, drafter=cost)
+    itemsize = jnp.dtype(target.dtype).itemsize
+    return target_costs(target.config, itemsize, weights=weights, drafter=cost)
 
 
 def target_costs(

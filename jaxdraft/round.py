@@ -25,6 +25,7 @@ from jaxdraft.base import (
     Status,
     Target,
     TargetOutput,
+    full_drafter,
 )
 from jaxdraft.sampling import History, SamplingRules
 from jaxdraft.stop_strings import StopText
@@ -278,7 +279,7 @@ def round(
         verified = _verify(target, drafter, state, none, rules, logprobs)
         return _widen(verified, proposal.tokens.shape[1])
 
-    declines = getattr(drafter, "declines", False) and proposal.tokens.shape[1] > 0
+    declines = full_drafter(drafter).declines and proposal.tokens.shape[1] > 0
     if declines and not drafted:
         verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
     else:

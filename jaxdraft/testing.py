@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from jaxdraft.base import Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal, TargetOutput
+from jaxdraft.base import (
+    Drafter,
+    DrafterDefaults,
+    DraftInfo,
+    Feed,
+    Lattice,
+    NoDraft,
+    Proposal,
+    TargetDefaults,
+    TargetOutput,
+)
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
@@ -48,7 +58,7 @@ class TableState:
 
 
 @struct.dataclass
-class TableTarget:
+class TableTarget(TargetDefaults):
     """Logits from a table: row ``(31 * previous + token) % S`` of ``table`` [S, V].
 
     An order-2 Markov chain, so a wrongly committed row changes what follows. A
@@ -117,7 +127,7 @@ class TableTarget:
         )
 
 
-class Stateless:
+class Stateless(DrafterDefaults):
     """What a drafter that remembers nothing has in common with others of its kind.
 
     A subclass adds ``draft_tokens`` and ``propose``, and is a :class:`jaxdraft.base.Drafter`: all
@@ -137,10 +147,6 @@ class Stateless:
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`."""
         raise NotImplementedError
-
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
-        return self.propose(state, feed)
 
 
 @struct.dataclass

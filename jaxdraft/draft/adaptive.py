@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal
-from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
+from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of
 
 
 @struct.dataclass
@@ -86,19 +86,25 @@ class AdaptiveDrafter(Around):
 
     def skip(self, state: AdaptiveState, tokens: jax.Array, length: jax.Array) -> Any:
         """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
-        inner = skipped(self.inner, state.inner, tokens, length)
+        inner = super().skip(state.inner, tokens, length)
         return None if inner is None else replace(state, inner=inner)
 
-    def learned(self, state: AdaptiveState) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What the rule learned of each row: it is in no text, and cannot be read anew from one."""
-        return state.rate, state.proposed, state.cut
+    def learned(self, state: AdaptiveState) -> Any:
+        """Return what the rule learned of each row, and what the drafter inside did.
 
-    def with_learned(
-        self, state: AdaptiveState, learned: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> AdaptiveState:
-        """The state with what :meth:`learned` gave."""
-        rate, proposed, cut = learned
-        return replace(state, rate=rate, proposed=proposed, cut=cut)
+        It is in no text, and cannot be read anew from one.
+        """
+        return state.rate, state.proposed, state.cut, super().learned(state.inner)
+
+    def with_learned(self, state: AdaptiveState, learned: Any) -> AdaptiveState:
+        """Return the state with what :meth:`learned` gave."""
+        rate, proposed, cut, inside = learned
+        inner = super().with_learned(state.inner, inside)
+        return replace(state, inner=inner, rate=rate, proposed=proposed, cut=cut)
+
+    def misses(self, state: AdaptiveState) -> jax.Array | int:
+        """Count how often the drafter inside found no room."""
+        return super().misses(state.inner)
 
     def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
         """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
@@ -149,14 +155,3 @@ class AdaptiveDrafter(Around):
 
     def _rate(self, batch: int) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(self.start, jnp.float32), (batch, self.draft_tokens))
-
-    def step(self, state: AdaptiveState, feed: Feed) -> tuple[AdaptiveState, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
-
-
-@jax.jit
-def _step(
-    drafter: AdaptiveDrafter, state: AdaptiveState, feed: Feed
-) -> tuple[AdaptiveState, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)

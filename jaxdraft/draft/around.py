@@ -7,13 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdraft.base import Drafter
+from jaxdraft.base import Drafter, DrafterDefaults, full_drafter
+from jaxdraft.state.budget import DrafterCost
 
 
-class Around:
-    """A drafter with a drafter ``inner``. It is often silent, and otherwise like the one inside."""
+class Around(DrafterDefaults):
+    """A drafter with a drafter ``inner``. It is often silent, and otherwise like the one inside.
+
+    The methods here are for a state that is the inner drafter's own.
+    """
 
     inner: Drafter
+
+    @property
+    def declines(self) -> bool:
+        """True: draft-free rounds are common, so they get a plain step."""
+        return True
 
     @property
     def draft_tokens(self) -> int:
@@ -21,45 +30,43 @@ class Around:
         return self.inner.draft_tokens
 
     @property
-    def declines(self) -> bool:
-        """It does: rounds without drafts are worth a program of their own."""
-        return True
-
-    @property
     def overlap(self) -> int:
-        """Of the drafter inside: tokens after a page that its content depends on too."""
-        return getattr(self.inner, "overlap", 0)
+        """Tokens after a page that its content depends on, of the drafter inside."""
+        return full_drafter(self.inner).overlap
+
+    def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+        """Start behind the first ``length`` [B] positions, if the drafter inside can; else None."""
+        return full_drafter(self.inner).skip(state, tokens, length)
+
+    def learned(self, state: Any) -> Any:
+        """Return what the drafter inside learned."""
+        return full_drafter(self.inner).learned(state)
+
+    def with_learned(self, state: Any, learned: Any) -> Any:
+        """Return the state with what :meth:`learned` gave."""
+        return full_drafter(self.inner).with_learned(state, learned)
+
+    def misses(self, state: Any) -> jax.Array | int:
+        """Count how often the drafter inside found no room."""
+        return full_drafter(self.inner).misses(state)
+
+    def cost(self) -> DrafterCost | None:
+        """Tell what the drafter inside costs."""
+        return full_drafter(self.inner).cost()
 
 
 def pool_of(inner: Drafter, batch: int, sizes: dict[str, int]) -> Any:
-    """The pooled state of ``inner``; one without a pool has its whole state in every row.
+    """Return the pooled state of ``inner``; one without a pool has its whole state in every row.
 
     Args:
       inner: any drafter.
       batch: B.
-      sizes: of its ``init_pool``. Pages become a ring a row where the drafter has a window.
+      sizes: of its ``init_pool``. Pages become a ring per row where the drafter has a window.
     """
-    make = getattr(inner, "init_pool", None)
-    if make is None:
-        return inner.init(batch, sizes["columns"] * sizes["page_size"])
-    if "pages" in sizes and windowed(inner):
+    whole = full_drafter(inner)
+    if "pages" in sizes and whole.windowed:
         sizes = dict(rings=batch, page_size=sizes["page_size"])
-    return make(batch, **sizes)
-
-
-def windowed(drafter: Any) -> bool:
-    """Whether a drafter's pool is given in rings."""
-    while hasattr(drafter, "inner"):
-        drafter = drafter.inner
-    return bool(getattr(getattr(drafter, "config", None), "windowed", False))
-
-
-def skipped(inner: Drafter, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-    """``inner`` goes on behind the first ``length`` [B] positions, if it can; else None."""
-    if not jax.tree.leaves(state):
-        return state
-    method = getattr(inner, "skip", None)
-    return None if method is None else method(state, tokens, length)
+    return whole.init_pool(batch, **sizes)
 
 
 def check_numbers(rule: Any, bounds: dict[str, tuple[float, float | None]]) -> None:

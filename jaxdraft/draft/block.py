@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, Lattice, NoDraft, Proposal, Support
+from jaxdraft.base import (
+    NO_TOKEN,
+    DrafterDefaults,
+    DraftInfo,
+    Draw,
+    Feed,
+    Lattice,
+    NoDraft,
+    Proposal,
+    Support,
+)
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
@@ -19,7 +29,16 @@ from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.sampling import largest_first
 from jaxdraft.state import paged, ring
-from jaxdraft.state.budget import check_slots, page_count, ring_pages, whole
+from jaxdraft.state.budget import (
+    Cache,
+    DrafterCost,
+    Mirrored,
+    Windowed,
+    check_slots,
+    page_count,
+    ring_pages,
+    whole,
+)
 from jaxdraft.state.paged import PagedPool, Source
 from jaxdraft.state.ring import Ring
 
@@ -46,7 +65,7 @@ class BlockState:
 
 
 @struct.dataclass
-class BlockDrafter:
+class BlockDrafter(DrafterDefaults):
     """A DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
 
     The embedding and the head are the target's own arrays. Of the head, a drafter with a draft
@@ -199,6 +218,19 @@ class BlockDrafter:
             )
         )
 
+    @property
+    def windowed(self) -> bool:
+        """Whether its pool is given in rings."""
+        return self.config.windowed
+
+    def cost(self) -> DrafterCost:
+        """Tell what it costs in an engine's memory."""
+        return cost(self.config, jnp.dtype(self.dtype).itemsize)
+
+    def misses(self, state: BlockState) -> jax.Array:
+        """Count how often a row found no ring or page."""
+        return state.misses
+
     def admit(self, state: BlockState, rows: jax.Array) -> BlockState:
         """Give the rows where ``rows`` [B] is true a ring, or their first page.
 
@@ -344,10 +376,6 @@ class BlockDrafter:
         pairs = backbone.pair_scores(features, previous, candidates)
         return Lattice(backbone.tokens(candidates), pairs + values[:, :, None, :])
 
-    def step(self, state: BlockState, feed: Feed) -> tuple[BlockState, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
-
     def _context(self, state: BlockState):  # noqa: ANN202 - int -> Source
         def source(layer: int) -> Source:
             if isinstance(state.cache, Ring):
@@ -355,6 +383,20 @@ class BlockDrafter:
             return paged.source(state.cache, layer, state.length)
 
         return source
+
+
+def cost(config: BlockDrafterConfig, itemsize: int) -> DrafterCost:
+    """Tell what a block drafter costs: a ring per row if it has a window, else per target page.
+
+    Args:
+      config: its description.
+      itemsize: bytes of one number of its keys and values.
+    """
+    a = config.attention
+    cache = Cache(layers=config.layers, kv_heads=a.kv_heads, head_dim=a.head_dim, itemsize=itemsize)
+    if config.windowed:
+        return Windowed(cache=cache, window=a.window, block=config.block_size)
+    return Mirrored(cache=cache, block=config.block_size)
 
 
 def draft_head(
@@ -370,13 +412,6 @@ def _start(cache: Ring | PagedPool) -> BlockState:
     batch = cache.length.shape[0]
     none = jnp.zeros((batch,), bool)
     return BlockState(cache, ~none, none, jnp.asarray(0, jnp.int32))
-
-
-@jax.jit
-def _step(
-    drafter: BlockDrafter, state: BlockState, feed: Feed
-) -> tuple[BlockState, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)
 
 
 def _unless(reason: jax.Array, condition: jax.Array, why: NoDraft) -> jax.Array:

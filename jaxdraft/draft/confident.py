@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal
-from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of, skipped
+from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of
 from jaxdraft.draft.lattice import greedy, walk
 
 
@@ -56,10 +56,6 @@ class ConfidentDrafter(Around):
         """The pooled state of the drafter inside; one without a pool has its state in every row."""
         return pool_of(self.inner, batch, sizes)
 
-    def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-        """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
-        return skipped(self.inner, state, tokens, length)
-
     def ingest(self, state: Any, feed: Feed) -> Any:
         """See :meth:`jaxdraft.base.Drafter.ingest`."""
         return guard.ingest(self.inner, state, feed)
@@ -101,12 +97,3 @@ class ConfidentDrafter(Around):
         rows = jnp.take_along_axis(lattice.scores, before[..., None, None], axis=2)[:, :, 0]
         share = jnp.max(jax.nn.softmax(rows, axis=-1), axis=-1)
         return jnp.where(jnp.isfinite(share), share, 0.0)
-
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
-
-
-@jax.jit
-def _step(drafter: ConfidentDrafter, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)

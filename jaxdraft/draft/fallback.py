@@ -10,12 +10,22 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdraft import guard
-from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Proposal, Support
-from jaxdraft.draft.around import pool_of, skipped
+from jaxdraft.base import (
+    NO_TOKEN,
+    Drafter,
+    DrafterDefaults,
+    DraftInfo,
+    Feed,
+    FullDrafter,
+    Proposal,
+    Support,
+    full_drafter,
+)
+from jaxdraft.draft.around import pool_of
 
 
 @struct.dataclass
-class FallbackDrafter:
+class FallbackDrafter(DrafterDefaults):
     """Two drafters: a row for which the first is silent gets the drafts of the second.
 
     Made for :class:`jaxdraft.NgramDrafter` before a drafter with weights: where a text repeats
@@ -46,12 +56,12 @@ class FallbackDrafter:
     @property
     def declines(self) -> bool:
         """Only if both do."""
-        return all(getattr(one, "declines", False) for one in self._both)
+        return all(one.declines for one in self._both)
 
     @property
     def overlap(self) -> int:
         """Tokens after a page that its content depends on too."""
-        return max(getattr(one, "overlap", 0) for one in self._both)
+        return max(one.overlap for one in self._both)
 
     def with_draft_tokens(self, draft_tokens: int) -> FallbackDrafter:
         """Both with this K.
@@ -59,11 +69,11 @@ class FallbackDrafter:
         Raises:
           ValueError: one of them cannot have it.
         """
-        return FallbackDrafter(*(_with_draft_tokens(d, draft_tokens) for d in self._both))
+        return FallbackDrafter(*(d.with_draft_tokens(draft_tokens) for d in self._both))
 
     @property
-    def _both(self) -> tuple[Drafter, Drafter]:
-        return self.first, self.second
+    def _both(self) -> tuple[FullDrafter, FullDrafter]:
+        return full_drafter(self.first), full_drafter(self.second)
 
     def init(self, batch: int, capacity: int) -> tuple[Any, Any]:
         """The states of both."""
@@ -75,9 +85,24 @@ class FallbackDrafter:
 
     def skip(self, state: tuple[Any, Any], tokens: jax.Array, length: jax.Array) -> Any:
         """Go on behind the first ``length`` [B] positions, if both can; else None."""
-        first = skipped(self.first, state[0], tokens, length)
-        second = skipped(self.second, state[1], tokens, length)
+        both = zip(self._both, state, strict=True)
+        first, second = (one.skip(memory, tokens, length) for one, memory in both)
         return None if first is None or second is None else (first, second)
+
+    def learned(self, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return what both learned."""
+        one, two = self._both
+        return one.learned(state[0]), two.learned(state[1])
+
+    def with_learned(self, state: tuple[Any, Any], learned: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return the state with what :meth:`learned` gave."""
+        one, two = self._both
+        return one.with_learned(state[0], learned[0]), two.with_learned(state[1], learned[1])
+
+    def misses(self, state: tuple[Any, Any]) -> jax.Array | int:
+        """Count how often either found no room."""
+        one, two = self._both
+        return one.misses(state[0]) + two.misses(state[1])
 
     def ingest(self, state: tuple[Any, Any], feed: Feed) -> tuple[Any, Any]:
         """See :meth:`jaxdraft.base.Drafter.ingest`."""
@@ -117,10 +142,6 @@ class FallbackDrafter:
         support = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), (0, 0))), proposal.support)
         return Proposal(tokens, proposal.length, support=support)
 
-    def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
-
 
 def _support(proposal: Proposal, width: int) -> Support:
     """What drafts were drawn from, over ``width`` tokens a step; a certain draft has it all."""
@@ -131,20 +152,3 @@ def _support(proposal: Proposal, width: int) -> Support:
         tokens, probs = proposal.support.tokens, proposal.support.probs
     beside = ((0, 0), (0, 0), (0, width - tokens.shape[-1]))
     return Support(jnp.pad(tokens, beside, constant_values=NO_TOKEN), jnp.pad(probs, beside))
-
-
-def _with_draft_tokens(drafter: Drafter, draft_tokens: int) -> Drafter:
-    change = getattr(drafter, "with_draft_tokens", None)
-    if change is not None:
-        return change(draft_tokens)
-    if drafter.draft_tokens == draft_tokens:
-        return drafter
-    raise ValueError(
-        f"draft_tokens is {draft_tokens}; a {type(drafter).__name__} of a FallbackDrafter has "
-        f"{drafter.draft_tokens} and no other number"
-    )
-
-
-@jax.jit
-def _step(drafter: FallbackDrafter, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, NoDraft, Proposal, Support
+from jaxdraft.base import (
+    NO_TOKEN,
+    DrafterDefaults,
+    DraftInfo,
+    Draw,
+    Feed,
+    NoDraft,
+    Proposal,
+    Support,
+)
 from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.guard import needed
@@ -20,7 +29,7 @@ from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.sampling import best_token
 from jaxdraft.state import paged
-from jaxdraft.state.budget import check_slots, whole
+from jaxdraft.state.budget import Cache, DrafterCost, Mirrored, check_slots, whole
 from jaxdraft.state.paged import PagedPool
 
 DRAFT_TOKENS = 3
@@ -51,7 +60,7 @@ class MtpState:
 
 
 @struct.dataclass
-class MtpDrafter:
+class MtpDrafter(DrafterDefaults):
     """A multi-token-prediction head as a :class:`jaxdraft.base.Drafter`.
 
     The embedding and the head are the target's own arrays.
@@ -66,7 +75,7 @@ class MtpDrafter:
 
     @property
     def overlap(self) -> int:
-        """The last pair of a page is made with the token that follows the page."""
+        """1: the last pair of a page is made with the token that follows the page."""
         return 1
 
     def with_draft_tokens(self, draft_tokens: int) -> MtpDrafter:
@@ -119,6 +128,14 @@ class MtpDrafter:
                 dtype=self.dtype,
             )
         )
+
+    def cost(self) -> DrafterCost:
+        """Tell what it costs in an engine's memory."""
+        return cost(self.config, jnp.dtype(self.dtype).itemsize)
+
+    def misses(self, state: MtpState) -> jax.Array:
+        """Count how often a row found no page."""
+        return state.misses
 
     def release(self, state: MtpState, rows: jax.Array) -> MtpState:
         """The rows where ``rows`` [B] is true are over: all they own is free again."""
@@ -205,10 +222,6 @@ class MtpDrafter:
     def logits(self, rows: jax.Array) -> jax.Array:
         """What the target's head reads from the head's rows: [..., D] -> [..., V] float32."""
         return matmul(rows, self.head, out_dtype=jnp.float32)
-
-    def step(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
 
     def _start(self, pool: PagedPool) -> MtpState:
         batch = pool.length.shape[0]
@@ -360,6 +373,14 @@ def _unpack(chain: _Chain) -> tuple[PagedPool, jax.Array, jax.Array, Support | N
     return chain.pool, chain.tokens, chain.finite, chain.support
 
 
-@jax.jit
-def _step(drafter: MtpDrafter, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)
+def cost(config: MtpConfig, itemsize: int) -> DrafterCost:
+    """Tell what a multi-token-prediction head costs: one layer's page per target page.
+
+    Args:
+      config: its description.
+      itemsize: bytes of one number of its keys and values.
+    """
+    a = config.attention
+    return Mirrored(
+        cache=Cache(layers=1, kv_heads=a.kv_heads, head_dim=a.head_dim, itemsize=itemsize)
+    )

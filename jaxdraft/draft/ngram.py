@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.base import NO_TOKEN, DrafterDefaults, DraftInfo, Feed, NoDraft, Proposal
 from jaxdraft.guard import needed
 
 
@@ -22,7 +22,7 @@ class NgramState:
 
 
 @struct.dataclass
-class NgramDrafter:
+class NgramDrafter(DrafterDefaults):
     """Looks the end of prompt and output up in itself; a :class:`jaxdraft.base.Drafter`.
 
     The longest suffix of ``min_ngram`` to ``max_ngram`` tokens that occurs earlier wins; of its
@@ -52,7 +52,7 @@ class NgramDrafter:
 
     @property
     def declines(self) -> bool:
-        """Most texts do not repeat themselves most of the time."""
+        """True: most texts do not repeat themselves most of the time."""
         return True
 
     def with_draft_tokens(self, draft_tokens: int) -> NgramDrafter:
@@ -63,11 +63,6 @@ class NgramDrafter:
         """No tokens yet, room for ``capacity`` and the anchor."""
         tokens = jnp.zeros((batch, capacity + 1), jnp.int32)
         return NgramState(tokens, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
-
-    def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> NgramState:
-        """As ``init``, for rows of at most ``columns * page_size`` positions: nothing is shared."""
-        del pages
-        return self.init(batch, columns * page_size)
 
     def skip(self, state: NgramState, tokens: jax.Array, length: jax.Array) -> NgramState:
         """Go on behind the first ``length`` [B] of ``tokens`` [B, S]; nothing was read yet."""
@@ -128,14 +123,3 @@ class NgramDrafter:
         tokens = jnp.take_along_axis(text, end[:, None] + 1 + step, axis=1, mode="clip")
         tokens = jnp.where(step < length[:, None], tokens, NO_TOKEN)
         return state, Proposal(tokens, length), DraftInfo(reason, jnp.zeros((), jnp.int32))
-
-    def step(self, state: NgramState, feed: Feed) -> tuple[NgramState, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
-        return _step(self, state, feed)
-
-
-@jax.jit
-def _step(
-    drafter: NgramDrafter, state: NgramState, feed: Feed
-) -> tuple[NgramState, Proposal, DraftInfo]:
-    return drafter.propose(drafter.ingest(state, feed), feed)

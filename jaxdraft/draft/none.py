@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdraft.base import DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.base import DrafterDefaults, DraftInfo, Feed, NoDraft, Proposal
 
 
 @struct.dataclass
-class NoDrafter:
+class NoDrafter(DrafterDefaults):
     """A :class:`jaxdraft.base.Drafter` with K = 0."""
 
     @property
@@ -20,11 +20,6 @@ class NoDrafter:
     def init(self, batch: int, capacity: int) -> tuple[()]:
         """Nothing to remember."""
         del batch, capacity
-        return ()
-
-    def init_pool(self, batch: int, **sizes: int) -> tuple[()]:
-        """Nothing to share."""
-        del batch, sizes
         return ()
 
     def ingest(self, state: tuple[()], feed: Feed) -> tuple[()]:
@@ -38,7 +33,3 @@ class NoDrafter:
         proposal = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32))
         reason = jnp.full((batch,), NoDraft.UNWANTED, jnp.int32)
         return state, proposal, DraftInfo(reason, jnp.zeros((), jnp.int32))
-
-    def step(self, state: tuple[()], feed: Feed) -> tuple[tuple[()], Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
-        return self.propose(state, feed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxdraft.base import Drafter, Status
+from jaxdraft.base import Drafter, Status, full_drafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.engine.counters import Counters
 from jaxdraft.engine.faults import Blame, Faults
@@ -134,7 +134,7 @@ class Engine:
             prefixes=prefix_cache and (not needs or most > 0),
             checkpointed=needs,
             checkpoints=most if needs else 0,
-            overlap=int(getattr(self.drafter, "overlap", 0)),
+            overlap=full_drafter(self.drafter).overlap,
         )
         self._faults, self._counters = Faults(), Counters(self.draft_tokens)
         self._number, self._order = itertools.count(), itertools.count()

@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 
 from jaxdraft import round as rounds
-from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.state import rows as rows_
 from jaxdraft.state.rows import Layout
@@ -302,15 +302,15 @@ def admit(
     length, emitted, failures, heard = counts
     both = (part.target, part.drafter)
     if memory is not None:
-        fresh = learned(drafter, both[1])
+        fresh = full_drafter(drafter).learned(both[1])  # another text, or another turn
         both = rows_.with_own(both, parts, memory)
-        both = (both[0], with_learned(drafter, both[1], fresh))  # another text, or another turn
+        both = (both[0], full_drafter(drafter).with_learned(both[1], fresh))
         if rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)
             both = rows_.with_ring_contents(rows_.seat(both, nowhere, row), rings)
             both = rows_.unseat(both)
     elif skips:
-        both = (skip(target, both[0], tokens, length), skip(drafter, both[1], tokens, length))
+        both = skip(target, drafter, both, tokens, length)
     part = replace(
         part,
         target=both[0],
@@ -324,35 +324,19 @@ def admit(
     return rows_.put(state, part, where, row)
 
 
-def skip(part: Target | Drafter, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-    """The state of rows whose first ``length`` [B] positions are in their pages, or None.
-
-    A target or drafter that remembers nothing beside its pages may have a method ``skip(state,
-    tokens, length)`` that says so; one whose state is empty needs none.
-    """
-    if not jax.tree.leaves(state):
-        return state
-    method = getattr(part, "skip", None)
-    return None if method is None else method(state, tokens, length)
-
-
-def learned(drafter: Drafter, state: Any) -> Any:
-    """What a drafter knows of its rows that no text tells, such as how its drafts fared."""
-    method = getattr(drafter, "learned", None)
-    return () if method is None else method(state)
-
-
-def with_learned(drafter: Drafter, state: Any, known: Any) -> Any:
-    """The state with what :func:`learned` gave."""
-    method = getattr(drafter, "with_learned", None)
-    return state if method is None else method(state, known)
+def skip(
+    target: Target, drafter: Drafter, both: tuple[Any, Any], tokens: jax.Array, length: jax.Array
+) -> tuple[Any, Any]:
+    """Start behind the first ``length`` [B] positions; None for what cannot."""
+    one, two = full_target(target), full_drafter(drafter)
+    return one.skip(both[0], tokens, length), two.skip(both[1], tokens, length)
 
 
 @functools.partial(jax.jit, static_argnames=("where",))
 def note(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
     """What a row that loses its place must find again: its drafts, and what was learned."""
     part = rows_.take(state, where, row)
-    return part.proposal, learned(drafter, part.drafter)
+    return part.proposal, full_drafter(drafter).learned(part.drafter)
 
 
 @functools.partial(jax.jit, static_argnames=("where",), donate_argnames=("state",))
@@ -364,7 +348,8 @@ def recall(
     proposal, known = noted
     if proposal.support is None or part.proposal.support is None:  # nobody sampled then, or now
         proposal = replace(proposal, support=part.proposal.support)
-    part = replace(part, proposal=proposal, drafter=with_learned(drafter, part.drafter, known))
+    memory = full_drafter(drafter).with_learned(part.drafter, known)
+    part = replace(part, proposal=proposal, drafter=memory)
     return rows_.put(state, part, where, row)
 
 

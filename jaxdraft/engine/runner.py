@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdraft import round as rounds
-from jaxdraft.base import NO_PAGE, Drafter, Status, Target
+from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
@@ -61,7 +61,8 @@ class Runner:
         self.paged = rows.has_pages(memory)
         self.drafter_paged = rows.has_pages(shape.drafter)
         self.skips = self._can_skip()
-        self.learns = hasattr(drafter, "learned")
+        learned = jax.eval_shape(full_drafter(drafter).learned, shape.drafter)
+        self.learns = bool(jax.tree.leaves(learned))
         self._parts = rows.layout(lambda b: _memory(self._make(b)), batch)
         # A drafter that draws says from what: proposals have a support while anybody samples.
         self._support = self._support_shape(shape)
@@ -81,7 +82,7 @@ class Runner:
     @property
     def misses(self) -> int:
         """How often a row found no room in the drafter's cache."""
-        return _misses(self.state.drafter)
+        return int(full_drafter(self.drafter).misses(self.state.drafter))
 
     def run(
         self, work: Work, active: Mapping[int, Sequence]
@@ -239,9 +240,7 @@ class Runner:
     # ------------------------------------------------------------------ the state's shape
 
     def _make(self, batch: int) -> RoundState:
-        memory, drafts = empty_memory(
-            self.target, self.drafter, batch, context=self._context, **self._sizes
-        )
+        memory, drafts = empty_memory(self.target, self.drafter, batch, **self._sizes)
         return rounds.empty(
             memory,
             drafts,
@@ -255,10 +254,7 @@ class Runner:
 
         def ask() -> Any:
             state, zero = self._make(1), jnp.zeros((1,), jnp.int32)
-            return [
-                programs.skip(part, memory, state.tokens, zero)
-                for part, memory in zip((self.target, self.drafter), _memory(state), strict=True)
-            ]
+            return programs.skip(self.target, self.drafter, _memory(state), state.tokens, zero)
 
         return all(part is not None for part in jax.eval_shape(ask))
 
@@ -298,15 +294,13 @@ def empty_memory(
     drafter: Drafter,
     batch: int,
     *,
-    context: int,
     pages: int,
     page_size: int,
     columns: int,
 ) -> tuple[Any, Any]:
-    """Empty states of target and drafter, in pools where they have an ``init_pool``."""
+    """Return empty states of target and drafter, in pools where they have an ``init_pool``."""
     sizes = dict(pages=pages, page_size=page_size, columns=columns)
-    pooled = getattr(target, "init_pool", None)
-    memory = target.init(batch, context) if pooled is None else pooled(batch, **sizes)
+    memory = full_target(target).init_pool(batch, **sizes)
     return rows.hosted((memory, pool_of(drafter, batch, sizes)))
 
 
@@ -345,7 +339,7 @@ def pool_pages(
         return rows * columns if pages is None else whole("pages", pages)
     if pages is not None:
         raise ValueError(f"memory is {memory!r} and pages is {pages}; expected one of them")
-    sizes = dict(context=context, pages=columns, page_size=page_size, columns=columns)
+    sizes = dict(pages=columns, page_size=page_size, columns=columns)
     each = checkpoint_bytes(model.target, model.drafter, **sizes)
     left = parse_memory(memory) - checkpoints * each
     if left <= 0:
@@ -358,15 +352,6 @@ def pool_pages(
 
 def _memory(state: RoundState) -> Any:
     return state.target, state.drafter
-
-
-def _misses(state: Any) -> int:
-    """Of a drafter's state, of the one inside it, or of several together."""
-    if hasattr(state, "inner"):
-        return _misses(state.inner)
-    if isinstance(state, tuple) and not hasattr(state, "misses"):
-        return sum(map(_misses, state))
-    return int(getattr(state, "misses", 0))
 
 
 __all__ = ["Runner", "checkpoint_bytes", "pool_pages"]
