@@ -19,6 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdraft.config import DeltaNetConfig
+from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.kernels import delta_net as fused
 from jaxdraft.nn.linear import Linear
 from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
 from jaxdraft.state.recurrent import Capsule
@@ -193,8 +195,82 @@ class DeltaRows(NamedTuple):
     stream: jax.Array  # [B, T, channels], pre-convolution
 
 
+class Weights(NamedTuple):
+    """The arrays between the projections."""
+
+    conv_weight: jax.Array  # [channels, W]
+    conv_bias: jax.Array  # [channels]
+    decay_scale: jax.Array  # [Hv] float32, negative
+    dt_bias: jax.Array  # [Hv] float32
+    norm_weight: jax.Array  # [Dv]
+
+
+def prepare(
+    config: DeltaNetConfig, weights: Weights, mixed: jax.Array, ba: jax.Array, conv: jax.Array
+) -> DeltaRows:
+    """Convolve, normalise and gate: all that the recurrence reads, of a :func:`window`."""
+    c = config
+    batch, steps, _ = mixed.shape
+    stream, z = mixed[..., : c.channels], mixed[..., c.channels :]
+    b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
+    row = (1, 1, c.value_heads)
+    decay = weights.decay_scale.reshape(row) * jax.nn.softplus(a + weights.dt_bias.reshape(row))
+    q, k, v = jnp.split(_convolve(weights, conv, stream), (c.key_rows, 2 * c.key_rows), axis=-1)
+    q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
+    k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
+    v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
+    gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
+    return DeltaRows(q, k, v, decay, jax.nn.sigmoid(b), gate, stream)
+
+
+def window(
+    config: DeltaNetConfig,
+    weights: Weights,
+    mixed: jax.Array,
+    ba: jax.Array,
+    conv: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, Capsule]:
+    """Run T rows from the input projections to the gated norm.
+
+    Args:
+      config: the layer's shape.
+      weights: its small arrays.
+      mixed: [B, T, channels + Hv * Dv], queries, keys, values and gates.
+      ba: [B, T, 2 * Hv], rates and decays.
+      conv: [B, W - 1, channels], the last committed pre-convolution rows, oldest first.
+      state: [B, Hv, Dk, Dv] float32.
+
+    Returns:
+      [B, T, Hv * Dv], and the capsule from which any prefix of the rows can be committed.
+    """
+    row = prepare(config, weights, mixed, ba, conv)
+    out, update = delta_rule(row.query, row.key, row.value, row.log_decay, row.beta, state)
+    out = gated_rms_norm(out.astype(mixed.dtype), weights.norm_weight, row.gate, config.norm_eps)
+    return out.reshape(*out.shape[:2], config.value_rows), Capsule(
+        log_decay=row.log_decay, key=row.key, update=update, rows=row.stream
+    )
+
+
+def _convolve(weights: Weights, conv: jax.Array, rows: jax.Array) -> jax.Array:
+    """Depthwise causal convolution, then SiLU: [B, T, channels].
+
+    Source: ``CausalConvWithState``. Row t sees rows t - W + 1 .. t; those before the first come
+    from ``conv``.
+    """
+    width, steps = weights.conv_weight.shape[1], rows.shape[1]
+    stream = jnp.concatenate([conv.astype(rows.dtype), rows], axis=1).astype(jnp.float32)
+    weight = weights.conv_weight.astype(jnp.float32)
+    total = weights.conv_bias.astype(jnp.float32).reshape(1, 1, -1)
+    for tap in range(width):
+        total = total + stream[:, tap : tap + steps] * weight[:, tap].reshape(1, 1, -1)
+    return jax.nn.silu(total).astype(rows.dtype)
+
+
 class DeltaNet(nnx.Module):
     """A gated delta-net layer over T rows: projections, convolution, recurrence, gated norm."""
+
+    implementation = XLA
 
     def __init__(self, width: int, config: DeltaNetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -225,46 +301,31 @@ class DeltaNet(nnx.Module):
         Returns:
           [B, T, D], and the capsule from which any prefix of the rows can be committed.
         """
-        row = self.project(x, conv)
-        out, update = delta_rule(row.query, row.key, row.value, row.log_decay, row.beta, state)
-        return self.finish(out.astype(x.dtype), row.gate), Capsule(
-            log_decay=row.log_decay, key=row.key, update=update, rows=row.stream
+        run = (
+            fused.window
+            if self.implementation == PALLAS and fused.serves(self.config, x)
+            else window
+        )
+        out, capsule = run(self.config, self.weights, self.qkvz(x), self.ba(x), conv, state)
+        return self.out(out), capsule
+
+    @property
+    def weights(self) -> Weights:
+        """The arrays between the projections."""
+        return Weights(
+            conv_weight=self.conv_weight[...],
+            conv_bias=self.conv_bias[...],
+            decay_scale=self.decay_scale[...],
+            dt_bias=self.dt_bias[...],
+            norm_weight=self.norm_weight[...],
         )
 
     def project(self, x: jax.Array, conv: jax.Array) -> DeltaRows:
         """All that the recurrence reads, of rows [B, T, D]; ``conv`` as in :meth:`__call__`."""
-        c = self.config
-        batch, steps, _ = x.shape
-        mixed = self.qkvz(x)
-        stream, z = mixed[..., : c.channels], mixed[..., c.channels :]
-        b, a = jnp.split(self.ba(x).astype(jnp.float32), 2, axis=-1)
-        row = (1, 1, c.value_heads)
-        decay = self.decay_scale[...].reshape(row) * jax.nn.softplus(
-            a + self.dt_bias[...].reshape(row)
-        )
-        q, k, v = jnp.split(self._convolve(conv, stream), (c.key_rows, 2 * c.key_rows), axis=-1)
-        q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
-        k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
-        v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
-        gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
-        return DeltaRows(q, k, v, decay, jax.nn.sigmoid(b), gate, stream)
+        return prepare(self.config, self.weights, self.qkvz(x), self.ba(x), conv)
 
     def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         """Gated norm and output projection: [B, T, Hv, Dv] -> [B, T, D]."""
         c = self.config
         out = gated_rms_norm(out, self.norm_weight[...], gate, c.norm_eps)
         return self.out(out.reshape(*out.shape[:2], c.value_rows))
-
-    def _convolve(self, conv: jax.Array, rows: jax.Array) -> jax.Array:
-        """Depthwise causal convolution, then SiLU: [B, T, channels].
-
-        Source: ``CausalConvWithState``. Row t sees rows t - W + 1 .. t; those before the first come
-        from ``conv``.
-        """
-        width, steps = self.config.conv_width, rows.shape[1]
-        stream = jnp.concatenate([conv.astype(rows.dtype), rows], axis=1).astype(jnp.float32)
-        weight = self.conv_weight[...].astype(jnp.float32)
-        total = self.conv_bias[...].astype(jnp.float32).reshape(1, 1, -1)
-        for tap in range(width):
-            total = total + stream[:, tap : tap + steps] * weight[:, tap].reshape(1, 1, -1)
-        return jax.nn.silu(total).astype(rows.dtype)

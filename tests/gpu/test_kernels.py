@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
+from speed_table import target_27b
 
 from jaxdraft.config import AttentionConfig
+from jaxdraft.kernels import delta_net
 from jaxdraft.nn.attention import attend
+from jaxdraft.nn.delta_net import DeltaNet
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import Chunk, PagedPool
+from jaxdraft.state.recurrent import Recurrent
 from jaxdraft.state.ring import Ring
 
 pytestmark = pytest.mark.gpu
@@ -99,3 +106,33 @@ def test_a_t4_is_refused_by_the_compiler() -> None:
     run, arguments = attention(SMALL, 4, jnp.float16, "sliding")
     with pytest.raises(jax.errors.JaxRuntimeError, match="Ampere"):
         gpu_compile.compile_for(gpu_compile.CARDS["t4"], run, arguments)
+
+
+@pytest.mark.parametrize("card", WITH_KERNELS)
+@pytest.mark.parametrize(
+    ("steps", "batch", "dtype"), [(1, 1, jnp.bfloat16), (8, 1, jnp.float32), (16, 8, jnp.float16)]
+)
+def test_a_delta_net_window_is_one_launch(card: str, steps: int, batch: int, dtype: Any) -> None:
+    """Besides one that slices the rows that the capsule keeps."""
+    config = target_27b().delta_net
+    assert config is not None
+    weights = jax.eval_shape(lambda: DeltaNet(64, config, dtype=dtype, rngs=nnx.Rngs(0)).weights)
+    state = jax.eval_shape(
+        lambda: Recurrent.zeros(
+            batch,
+            value_heads=config.value_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            conv_width=config.conv_width,
+            channels=config.channels,
+            dtype=dtype,
+        )
+    )
+    mixed = jax.ShapeDtypeStruct((batch, steps, config.channels + config.value_rows), dtype)
+    ba = jax.ShapeDtypeStruct((batch, steps, 2 * config.value_heads), dtype)
+    run = jax.jit(functools.partial(delta_net.window, config))
+    arguments = (weights, mixed, ba, state.conv, state.state)
+    compiled = gpu_compile.compile_for(gpu_compile.CARDS[card], run, arguments)
+    kinds = re.findall(r"\d+: (k\w+)", compiled.thunks)
+    assert len(kinds) <= 2 and "kWhile" not in kinds
+    assert compiled.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 1

@@ -1,0 +1,258 @@
+"""A window of a gated delta net in one launch: all between its input and output projections.
+
+A program serves one row of the batch and one value head: it convolves the channels of the head's
+query, key and value, normalises, solves the triangular system of :func:`jaxdraft.nn.delta_net
+.delta_rule` by substitution, and applies the gated norm. The state is read once and never written;
+the capsule from which rows are committed is written beside the output.
+
+A row reads rows before it and never one after it: nothing that a row past ``count`` holds, NaN
+included, reaches a row before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxdraft.config import DeltaNetConfig
+from jaxdraft.kernels import MAX_ROWS
+from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch, power_of_two
+from jaxdraft.state.recurrent import Capsule
+
+_EXACT = lax.Precision.HIGHEST  # the state is float32 everywhere
+
+
+def serves(config: DeltaNetConfig, rows: jax.Array) -> bool:
+    """Return whether :func:`window` can take these rows, [B, T, ...]."""
+    return rows.shape[1] <= MAX_ROWS and config.conv_width > 1
+
+
+def window(
+    config: DeltaNetConfig,
+    weights: Any,
+    mixed: jax.Array,
+    ba: jax.Array,
+    conv: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, Capsule]:
+    """Run T rows: see :func:`jaxdraft.nn.delta_net.window`, whose arguments and results these are.
+
+    Args:
+      config: the layer's shape.
+      weights: a :class:`jaxdraft.nn.delta_net.Weights`.
+      mixed: [B, T, channels + Hv * Dv]; T is at most :data:`jaxdraft.kernels.MAX_ROWS`.
+      ba: [B, T, 2 * Hv].
+      conv: [B, W - 1, channels].
+      state: [B, Hv, Dk, Dv] float32.
+
+    Returns:
+      [B, T, Hv * Dv], and the capsule.
+    """
+    out, log_decay, key, update = by_platform(
+        _run, _reference, config, weights, mixed, ba, conv, state
+    )
+    rows = mixed[..., : config.channels]
+    return out, Capsule(log_decay=log_decay, key=key, update=update, rows=rows)
+
+
+def _reference(config: DeltaNetConfig, *arrays: Any) -> tuple[jax.Array, ...]:
+    """The same without a kernel, and without the capsule's rows, which are an argument."""
+    from jaxdraft.nn.delta_net import window  # which imports this module
+
+    out, capsule = window(config, *arrays)
+    return out, capsule.log_decay, capsule.key, capsule.update
+
+
+def _run(
+    config: DeltaNetConfig,
+    weights: Any,
+    mixed: jax.Array,
+    ba: jax.Array,
+    conv: jax.Array,
+    state: jax.Array,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    batch, steps, _ = mixed.shape
+    out, log_decay, key, update = launch(
+        functools.partial(_kernel, config=config, steps=steps),
+        [mixed, ba, conv, state, *weights],
+        [
+            ((batch, steps, config.value_rows), mixed.dtype),
+            ((batch, steps, config.value_heads), jnp.float32),
+            ((batch, steps, config.key_heads, config.key_dim), jnp.float32),
+            ((batch, steps, config.value_heads, config.value_dim), jnp.float32),
+        ],
+        grid=(batch, config.value_heads),
+        interpret=interpret,
+        name="delta_net",
+        warps=8,
+    )
+    return out, log_decay, key, update
+
+
+def _kernel(
+    mixed: Any,
+    ba: Any,
+    conv: Any,
+    state: Any,
+    conv_weight: Any,
+    conv_bias: Any,
+    decay_scale: Any,
+    dt_bias: Any,
+    norm_weight: Any,
+    out: Any,
+    log_decay: Any,
+    key: Any,
+    update: Any,
+    *,
+    config: DeltaNetConfig,
+    steps: int,
+) -> None:
+    """One value head of one row of the batch."""
+    b, head = pl.program_id(0), pl.program_id(1)
+    shared = config.value_heads // config.key_heads  # consecutive heads that share a key
+    key_head = lax.div(head, shared)
+    step = iota(power_of_two(steps, least=LEAST))
+    real = step < steps
+    dk = iota(power_of_two(config.key_dim, least=LEAST))
+    dv = iota(power_of_two(config.value_dim, least=LEAST))
+    in_key, in_value = dk < config.key_dim, dv < config.value_dim
+
+    def convolve(first: jax.Array, channel: jax.Array, inside: jax.Array) -> jax.Array:
+        refs = (mixed, conv, conv_weight, conv_bias)
+        at = first + channel
+        return _convolve(refs, b, step, real, at, inside, config.conv_width)
+
+    q = _normalize(convolve(key_head * config.key_dim, dk, in_key)) * config.key_dim**-0.5
+    k = _normalize(convolve(config.key_rows + key_head * config.key_dim, dk, in_key))
+    v = convolve(2 * config.key_rows + head * config.value_dim, dv, in_value)
+    rate = plgpu.load(ba.at[b, step, head], mask=real, other=0).astype(jnp.float32)
+    rate = _sigmoid(rate)
+    decay = plgpu.load(ba.at[b, step, config.value_heads + head], mask=real, other=0)
+    decay = decay_scale[head] * _softplus(decay.astype(jnp.float32) + dt_bias[head])
+    decay = jnp.where(real, decay, 0.0)
+    memory = plgpu.load(
+        state.at[b, head, dk[:, None], dv[None, :]],
+        mask=in_key[:, None] & in_value[None, :],
+        other=0.0,
+    )
+    result, delta = _recurrence(q, k, v, decay, rate, memory, steps)
+
+    plgpu.store(log_decay.at[b, step, head], decay, mask=real)
+    value_mask = real[:, None] & in_value[None, :]
+    plgpu.store(update.at[b, step[:, None], head, dv[None, :]], delta, mask=value_mask)
+
+    @pl.when(head == key_head * shared)  # one of the heads that share it
+    def _() -> None:
+        mask = real[:, None] & in_key[None, :]
+        plgpu.store(key.at[b, step[:, None], key_head, dk[None, :]], k, mask=mask)
+
+    place = config.channels + head * config.value_dim + dv
+    gate = plgpu.load(mixed.at[b, step[:, None], place[None, :]], mask=value_mask, other=0)
+    weight = plgpu.load(norm_weight.at[dv], mask=in_value, other=0).astype(jnp.float32)
+    result = result.astype(out.dtype).astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(result * result, axis=1) / config.value_dim + config.norm_eps)
+    gate = gate.astype(jnp.float32)
+    result = result * scale[:, None] * weight[None, :] * (gate * _sigmoid(gate))
+    place = head * config.value_dim + dv
+    plgpu.store(out.at[b, step[:, None], place[None, :]], result.astype(out.dtype), mask=value_mask)
+
+
+def _convolve(
+    refs: tuple[Any, ...],
+    b: jax.Array,
+    step: jax.Array,
+    real: jax.Array,
+    channel: jax.Array,
+    inside: jax.Array,
+    width: int,
+) -> jax.Array:
+    """The depthwise causal convolution and SiLU of some channels, [T, channels] float32.
+
+    Row t sees rows t - W + 1 .. t; those before the first come from ``conv``. Example, W = 4: row 1
+    sees rows 1 and 2 of ``conv`` and rows 0 and 1 of the window.
+    """
+    mixed, conv, conv_weight, conv_bias = refs
+    total = plgpu.load(conv_bias.at[channel], mask=inside, other=0).astype(jnp.float32)
+    total = jnp.broadcast_to(total[None, :], (step.shape[0], channel.shape[0]))
+    for tap in range(width):
+        row = step + (tap - width + 1)
+        stream = plgpu.load(
+            mixed.at[b, jnp.maximum(row, 0)[:, None], channel[None, :]],
+            mask=((row >= 0) & real)[:, None] & inside[None, :],
+            other=0,
+        )
+        if tap < width - 1:
+            before = plgpu.load(
+                conv.at[b, jnp.minimum(step + tap, width - 2)[:, None], channel[None, :]],
+                mask=(row < 0)[:, None] & inside[None, :],
+                other=0,
+            )
+            stream = jnp.where((row < 0)[:, None], before.astype(mixed.dtype), stream)
+        weight = plgpu.load(conv_weight.at[channel, tap], mask=inside, other=0)
+        total = total + stream.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
+    # Rounded as the rows are stored.
+    return (total * _sigmoid(total)).astype(mixed.dtype).astype(jnp.float32)
+
+
+def _recurrence(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    rate: jax.Array,
+    memory: jax.Array,
+    steps: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and updates, [T, Dv] each: :func:`jaxdraft.nn.delta_net.delta_rule` of one head."""
+    product = functools.partial(
+        lax.dot_general, precision=_EXACT, preferred_element_type=jnp.float32
+    )
+    plain, transposed = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
+    row = iota(q.shape[0])
+    after = row[:, None] > row[None, :]
+    upto = row[:, None] >= row[None, :]
+    # G_i - G_j as a sum of its own terms: the difference of two long sums would lose their digits.
+    later = jnp.where(after, decay[:, None], 0.0)  # [m, j]
+    between = jnp.sum(jnp.where(upto[:, :, None], later[None], 0.0), axis=1)  # of [i, m, j]
+    since = jnp.exp(between)
+    seen = jnp.exp(jnp.sum(jnp.where(upto, decay[None, :], 0.0), axis=1))[:, None]
+    system = jnp.where(after, rate[:, None] * since * product(k, k, transposed), 0.0)
+    overlap = jnp.where(upto, since * product(q, k, transposed), 0.0)
+    update = rate[:, None] * (v - seen * product(k, memory, plain))
+    output = seen * product(q, memory, plain)
+
+    def substitute(i: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Row i of the updates is final: take it out of the later rows, and into the outputs."""
+        update, output = rows
+        this, column = (row == i)[:, None], (row == i)[None, :]
+        done = jnp.sum(jnp.where(this, update, 0.0), axis=0)[None, :]
+        coupled = jnp.sum(jnp.where(column, system, 0.0), axis=1)[:, None]
+        shown = jnp.sum(jnp.where(column, overlap, 0.0), axis=1)[:, None]
+        # Selected, not multiplied by zero: 0 * NaN is NaN.
+        update = update - jnp.where((row > i)[:, None], coupled * done, 0.0)
+        return update, output + jnp.where((row >= i)[:, None], shown * done, 0.0)
+
+    update, output = lax.fori_loop(jnp.int32(0), jnp.int32(steps), substitute, (update, output))
+    return output, update
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+    """``x / |x|`` of every row; a zero row stays zero."""
+    square = jnp.sum(x * x, axis=1)
+    return x * lax.rsqrt(jnp.where(square > 0, square, 1.0))[:, None]
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
