@@ -5,9 +5,9 @@ every key of a drafter's configuration. What it does not implement is an :class:
 names the file and the place, and says what was found and what was expected.
 """
 
+from convert.artifact.load import Loaded, load_artifact
 from convert.errors import ArtifactError
-from convert.inspect import Report, inspect_artifact, inspect_folder
-from convert.load import Loaded, load_artifact
+from convert.report import Report, inspect_artifact, inspect_folder
 
 __all__ = [
     "ArtifactError",

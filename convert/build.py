@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from convert.artifact.graph import FLOATS
 from convert.errors import ArtifactError
-from convert.graph import FLOATS
-from convert.pieces import PackedBytes, Piece, Quantized, Recipe, Scales
+from convert.recipes import PackedBytes, Piece, Quantized, Recipe, Scales
 from jaxdraft.config import DrafterConfig, TargetConfig
 from jaxdraft.nn.linear import Frozen, Linear, PackedLinear, Structure
 

@@ -202,7 +202,7 @@ def save(
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
 ) -> None:
     """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
-    from convert.checkpoint import is_checkpoint, plan_checkpoint
+    from convert.checkpoint.folders import is_checkpoint, plan_checkpoint
     from jaxdraft.checkpoint import save as save_checkpoint
 
     with _friendly():

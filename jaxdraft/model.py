@@ -176,7 +176,7 @@ def load(
     """
     # The converter depends on this package, not the reverse.
     from convert import load_artifact
-    from convert.checkpoint import is_checkpoint, load_checkpoint
+    from convert.checkpoint.folders import is_checkpoint, load_checkpoint
 
     kernels = choice.check(kernels)
     if packed and blocked:

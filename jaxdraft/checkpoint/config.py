@@ -1,7 +1,7 @@
 """``config.json`` of a target and of a block drafter: descriptions -> what the file says.
 
 What a layout cannot say is a ``ValueError`` here, before anything is written. The other direction
-is :mod:`convert.hub_config`.
+is :mod:`convert.checkpoint.config`.
 """
 
 from __future__ import annotations

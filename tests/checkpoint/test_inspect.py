@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import jaxdraft
 from convert import ArtifactError, inspect_folder
-from convert.checkpoint import load_checkpoint
-from convert.graph import DataFiles
+from convert.artifact.graph import DataFiles
+from convert.checkpoint.folders import load_checkpoint
 from jaxdraft import Model, plan
 from jaxdraft.checkpoint import save
 from jaxdraft.cli import app

@@ -14,8 +14,8 @@ import pytest
 
 import jaxdraft
 from convert import ArtifactError
+from convert.checkpoint.config import read_block, read_target
 from convert.errors import Problems
-from convert.hub_config import read_block, read_target
 from jaxdraft import Model
 from jaxdraft.checkpoint import save
 from jaxdraft.checkpoint.layout import block_layout, target_layout

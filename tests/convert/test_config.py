@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from convert import ArtifactError, load_artifact
-from convert.artifact import read_config
+from convert.artifact.genai_config import read_config
 from convert.errors import Problems
 from tests.convert.helpers import Config, copied, edit_config
 from tests.paths import artifact, artifact_names

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from convert import ArtifactError
-from convert.graph import DataFiles, Graph, stored_bytes, unpack_nibbles
+from convert.artifact.graph import DataFiles, Graph, stored_bytes, unpack_nibbles
 
 
 def write_graph(folder: Path, *tensors: TensorProto, nodes: list | None = None, **model) -> Path:

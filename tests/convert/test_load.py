@@ -17,7 +17,7 @@ from flax import nnx
 
 from convert import ArtifactError, Loaded, load_artifact
 from convert.build import abstract, split
-from convert.pieces import transpose_into
+from convert.recipes import transpose_into
 from jaxdraft.config import BlockDrafterConfig, MtpConfig
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
@@ -316,7 +316,7 @@ def test_copying_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     """Pieces far smaller than the matrices, and one for all of each."""
     for name in ("qwen35_paged_fp16_dflash2", "qwen35_tied_fp32_cpu"):
         whole = load_artifact(artifact(name))
-        monkeypatch.setattr("convert.pieces._PIECE", 1000)
+        monkeypatch.setattr("convert.recipes._PIECE", 1000)
         pieces = load_artifact(artifact(name))
         monkeypatch.undo()
         for a, b in zip(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from convert import inspect_folder
-from convert.checkpoint import plan_checkpoint
-from convert.load import fill_shells
+from convert.artifact.load import fill_shells
+from convert.checkpoint.folders import plan_checkpoint
 from jaxdraft import SMOLLM2_DRAFTER
 from jaxdraft.base import Feed
 from jaxdraft.checkpoint.layout import LLAMA, target_layout
@@ -42,8 +42,8 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's configuration and the names and shapes of its tensors; the numbers are a hole."""
+    from convert.checkpoint.config import read_target
     from convert.errors import Problems
-    from convert.hub_config import read_target
 
     folder = tmp_path_factory.mktemp("smollm2")
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -17,8 +17,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from convert.artifact.parts import shortest
 from convert.errors import ArtifactError, Problems
-from convert.parts import shortest
 from convert.unused import (
     CONFIG_KEYS,
     DECODING_KEYS,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from convert.artifact import CONFIG, ArtifactConfig, DrafterSection
-from convert.errors import ArtifactError, Problems
-from convert.graph import BFLOAT16, FLOAT, FLOAT16, INT32, INT64, Graph
-from convert.parts import (
+from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection
+from convert.artifact.graph import BFLOAT16, FLOAT, FLOAT16, INT32, INT64, Graph
+from convert.artifact.parts import (
     Io,
     Norm,
     Recipes,
@@ -31,8 +30,9 @@ from convert.parts import (
     rotary_tables,
     shortest,
 )
-from convert.pieces import Dense, Matrix, Piece, Quantized, Recipe
-from convert.walk import Call, Walk, axis_of
+from convert.artifact.walk import Call, Walk, axis_of
+from convert.errors import ArtifactError, Problems
+from convert.recipes import Dense, Matrix, Piece, Quantized, Recipe
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig, MlpConfig, MtpConfig
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from convert.artifact import ArtifactConfig, DrafterSection
-from convert.block import BlockReader, DrafterPlan
+from convert.artifact.block import BlockReader, DrafterPlan
+from convert.artifact.genai_config import ArtifactConfig, DrafterSection
+from convert.artifact.graph import FLOAT, Graph, Tensor
+from convert.artifact.parts import Recipes, cast, linear, rms_norm
+from convert.artifact.walk import Call, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.graph import FLOAT, Graph, Tensor
-from convert.parts import Recipes, cast, linear, rms_norm
-from convert.pieces import Plain, Recipe
-from convert.walk import Call, axis_of
+from convert.recipes import Plain, Recipe
 from jaxdraft.config import ConvConfig
 
 TAPS = 2
@@ -24,7 +24,7 @@ def plan_dflash2(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.dflash2``; see :class:`convert.block.DrafterPlan`."""
+    """Read the graph of ``model.dflash2``; see :class:`convert.artifact.block.DrafterPlan`."""
     reader = _DFlash2Reader(graph, config, section, target_dtype, problems)
     walk = reader.walk
     reader.body_type()

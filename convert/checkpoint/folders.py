@@ -19,11 +19,13 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from convert.artifact import CONFIG as ARTIFACT
+from convert.artifact.genai_config import CONFIG as ARTIFACT
+from convert.artifact.graph import FLOATS, INT8, INT32, INT64, DataFiles, Tensor, type_name
+from convert.artifact.load import Loaded, fill_shells
+from convert.artifact.parts import Recipes
+from convert.artifact.plan import Shell
 from convert.build import abstract, check, split
-from convert.errors import ArtifactError, Problems
-from convert.graph import FLOATS, INT8, INT32, INT64, DataFiles, Tensor, type_name
-from convert.hub_config import (
+from convert.checkpoint.config import (
     CONFIG,
     BlockFacts,
     Quantized,
@@ -31,11 +33,9 @@ from convert.hub_config import (
     read_block,
     read_target,
 )
-from convert.load import Loaded, fill_shells
-from convert.parts import Recipes
-from convert.pieces import Dense, Piece, Plain, Recipe, convert_into
-from convert.plan import Shell
-from convert.shards import read_json, read_tensors, same_numbers
+from convert.checkpoint.shards import read_json, read_tensors, same_numbers
+from convert.errors import ArtifactError, Problems
+from convert.recipes import Dense, Piece, Plain, Recipe, convert_into
 from convert.unused import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,

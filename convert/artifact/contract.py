@@ -6,12 +6,12 @@ them.
 
 from __future__ import annotations
 
-from convert.artifact import CONFIG, ArtifactConfig, DrafterSection, SharedTensor
-from convert.block import DrafterPlan
+from convert.artifact.block import DrafterPlan
+from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection, SharedTensor
+from convert.artifact.graph import Graph, Tensor, Value, type_name
+from convert.artifact.target import TargetPlan
 from convert.errors import Problems
-from convert.graph import Graph, Tensor, Value, type_name
-from convert.pieces import Matrix
-from convert.target import TargetPlan
+from convert.recipes import Matrix
 from jaxdraft.config import BlockDrafterConfig
 
 

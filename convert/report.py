@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.block import DrafterPlan
-from convert.checkpoint import (
+from convert.artifact.block import DrafterPlan
+from convert.artifact.graph import FLOATS, Graph, Tensor, type_name
+from convert.artifact.load import stored_bytes
+from convert.artifact.plan import Plan, Shell, plan_artifact
+from convert.checkpoint.folders import (
     CheckpointPlan,
     PartFolder,
     is_checkpoint,
@@ -17,9 +20,6 @@ from convert.checkpoint import (
     weights_file,
 )
 from convert.errors import ArtifactError
-from convert.graph import FLOATS, Graph, Tensor, type_name
-from convert.load import stored_bytes
-from convert.plan import Plan, Shell, plan_artifact
 from jaxdraft.checkpoint.layout import MTP
 from jaxdraft.config import (
     FULL_ATTENTION,

@@ -15,8 +15,8 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from convert.dequantize import Blocks, as_float32, dequantize
-from convert.graph import Tensor
+from convert.artifact.dequantize import Blocks, as_float32, dequantize
+from convert.artifact.graph import Tensor
 
 Array = np.ndarray
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from convert.artifact import ArtifactConfig, DrafterSection
-from convert.block import BlockReader, DrafterPlan
+from convert.artifact.block import BlockReader, DrafterPlan
+from convert.artifact.genai_config import ArtifactConfig, DrafterSection
+from convert.artifact.graph import FLOAT, Graph
+from convert.artifact.parts import Recipes, cast, rms_norm
 from convert.errors import Problems
-from convert.graph import FLOAT, Graph
-from convert.parts import Recipes, cast, rms_norm
-from convert.pieces import Recipe
+from convert.recipes import Recipe
 
 
 def plan_dspark(
@@ -17,7 +17,7 @@ def plan_dspark(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.dspark``; see :class:`convert.block.DrafterPlan`."""
+    """Read the graph of ``model.dspark``; see :class:`convert.artifact.block.DrafterPlan`."""
     reader = BlockReader(graph, config, section, target_dtype, problems)
     walk = reader.walk
     reader.body_type()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from convert.checkpoint.shards import read_json
 from convert.errors import ArtifactError, Problems
 from convert.paths import contained
-from convert.shards import read_json
 from convert.unused import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,

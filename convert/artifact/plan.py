@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from convert.artifact import ArtifactConfig, DrafterSection, read_config
-from convert.block import DrafterPlan
+from convert.artifact.block import DrafterPlan
+from convert.artifact.contract import check_contract
+from convert.artifact.dflash2 import plan_dflash2
+from convert.artifact.dspark import plan_dspark
+from convert.artifact.genai_config import ArtifactConfig, DrafterSection, read_config
+from convert.artifact.graph import FLOATS, DataFiles, Graph
+from convert.artifact.mtp import plan_mtp
+from convert.artifact.parts import Recipes
+from convert.artifact.target import TargetPlan, plan_target
 from convert.build import abstract, check, pack, split
-from convert.contract import check_contract
-from convert.dflash2 import plan_dflash2
-from convert.dspark import plan_dspark
 from convert.errors import ArtifactError, Problems
-from convert.graph import FLOATS, DataFiles, Graph
-from convert.mtp import plan_mtp
-from convert.parts import Recipes
-from convert.target import TargetPlan, plan_target
 from jaxdraft.config import DrafterConfig, TargetConfig
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2

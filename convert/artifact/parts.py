@@ -13,10 +13,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from convert.artifact import CONFIG, Names
-from convert.dequantize import Blocks
-from convert.errors import ArtifactError
-from convert.graph import (
+from convert.artifact.dequantize import Blocks
+from convert.artifact.genai_config import CONFIG, Names
+from convert.artifact.graph import (
     FLOAT,
     FLOATS,
     INT4,
@@ -26,7 +25,9 @@ from convert.graph import (
     UINT8,
     Tensor,
 )
-from convert.pieces import (
+from convert.artifact.walk import Call, Walk, axis_of
+from convert.errors import ArtifactError
+from convert.recipes import (
     Dense,
     Experts,
     Matrix,
@@ -35,7 +36,6 @@ from convert.pieces import (
     Quantized,
     Recipe,
 )
-from convert.walk import Call, Walk, axis_of
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig, DeltaNetConfig, MlpConfig, MoeConfig
 
 T = TypeVar("T")

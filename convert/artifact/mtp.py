@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from convert.artifact import CONFIG, ArtifactConfig, DrafterSection, Names
-from convert.block import DrafterPlan
-from convert.errors import ArtifactError, Problems
-from convert.graph import FLOAT, INT64, Graph
-from convert.parts import (
+from convert.artifact.block import DrafterPlan
+from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection, Names
+from convert.artifact.graph import FLOAT, INT64, Graph
+from convert.artifact.parts import (
     Io,
     Recipes,
     agree,
@@ -19,8 +18,9 @@ from convert.parts import (
     lone,
     rms_norm,
 )
-from convert.pieces import Recipe
-from convert.walk import Walk, axis_of
+from convert.artifact.walk import Walk, axis_of
+from convert.errors import ArtifactError, Problems
+from convert.recipes import Recipe
 from jaxdraft.config import AttentionConfig, MtpConfig
 
 
@@ -31,7 +31,7 @@ def plan_mtp(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.mtp``; see :class:`convert.block.DrafterPlan`."""
+    """Read the graph of ``model.mtp``; see :class:`convert.artifact.block.DrafterPlan`."""
     walk = Walk(graph, problems)
     walk.dtype = target_dtype
     width, vocab = config.decoder.hidden_size, config.vocab_size

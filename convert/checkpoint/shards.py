@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from convert.errors import ArtifactError
-from convert.graph import (
+from convert.artifact.graph import (
     BFLOAT16,
     FLOAT,
     FLOAT16,
@@ -30,6 +29,7 @@ from convert.graph import (
     Place,
     Tensor,
 )
+from convert.errors import ArtifactError
 from convert.paths import contained
 from convert.unused import Remarks
 from jaxdraft.checkpoint.files import INDEX, SINGLE

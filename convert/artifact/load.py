@@ -9,9 +9,9 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from convert.artifact.parts import Recipes
+from convert.artifact.plan import Plan, Shell, plan_artifact
 from convert.build import fill
-from convert.parts import Recipes
-from convert.plan import Plan, Shell, plan_artifact
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from convert.artifact import CONFIG, ArtifactConfig, Names
-from convert.errors import ArtifactError, Problems
-from convert.graph import FLOAT, FLOATS, INT64, Graph
-from convert.parts import (
+from convert.artifact.genai_config import CONFIG, ArtifactConfig, Names
+from convert.artifact.graph import FLOAT, FLOATS, INT64, Graph
+from convert.artifact.parts import (
     FeedForward,
     Io,
     Mixer,
@@ -30,8 +29,9 @@ from convert.parts import (
     lone,
     rms_norm,
 )
-from convert.pieces import Matrix, Quantized, Recipe
-from convert.walk import Walk, axis_of
+from convert.artifact.walk import Walk, axis_of
+from convert.errors import ArtifactError, Problems
+from convert.recipes import Matrix, Quantized, Recipe
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,

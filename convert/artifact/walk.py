@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from convert.artifact.graph import FLOATS, MICROSOFT, Graph, Node, Tensor, type_name
 from convert.errors import ArtifactError, Problems
-from convert.graph import FLOATS, MICROSOFT, Graph, Node, Tensor, type_name
 
 Array = np.ndarray
 

@@ -1,0 +1,1 @@
+"""Artifacts of onnxruntime-genai's model builder -> Flax modules."""
