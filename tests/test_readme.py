@@ -74,7 +74,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_block_runs(printed: dict[str, Any]) -> None:
-    assert len(printed) == len(BLOCKS) >= 8
+    assert len(printed) == len(BLOCKS) >= 7
 
 
 def test_the_quickstart_is_short_and_prints_its_counters(printed: dict[str, Any]) -> None:
@@ -93,11 +93,16 @@ def test_the_shell_examples_print_what_their_comments_promise(printed: dict[str,
     assert "target" in saved and Path(saved.split()[1]).parts[0] == "copy"
 
 
-def test_every_drafter_setting_that_the_text_names_exists(printed: dict[str, Any]) -> None:
+def test_every_drafter_setting_that_the_text_names_exists() -> None:
     import jaxdraft
 
     model = jaxdraft.load(jaxdraft.EMBEDDED)
-    for name in re.findall(r"drafter=\"(\w+)\"", README):
-        model.choose(name) if name in ("auto", "ngram", "none") else jaxdraft.load(
-            jaxdraft.EMBEDDED, drafter=name
-        )
+    named = set(re.findall(r"drafter=\"(\w+)\"", README))
+    assert named >= {"auto", "none", "ngram", "smollm2"}
+    for name in named:
+        if name == "smollm2":  # its target is not here; tests/draft reads it beside shapes alone
+            assert jaxdraft.SMOLLM2_DRAFTER.name == name
+        elif name in ("auto", "none", "ngram"):
+            model.choose(name)
+        else:
+            jaxdraft.load(jaxdraft.EMBEDDED, drafter=name)

@@ -145,7 +145,7 @@ def _softmax_jvp(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Differentiate :func:`_softmax`, chunk by chunk.
 
-    With weights ``w = exp(score - log_mass)``, which sum to one::
+    With weights ``w = exp(score - log_mass)``, which sum to one:
 
       d log_mass = sum w d score
       d out      = sum w (d score) value + sum w d value - out * d log_mass

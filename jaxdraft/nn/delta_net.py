@@ -106,7 +106,7 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
 
     Up to 16 rows are substituted one by one, which compilers fuse into one loop. More rows are
     solved as two halves, whose inverses are built from diagonal blocks of 16, all at once, by
-    joining neighbours::
+    joining neighbours:
 
       [A 0]^-1   [   A^-1         0  ]
       [C B]    = [-B^-1 C A^-1  B^-1 ]
