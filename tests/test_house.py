@@ -37,8 +37,12 @@ CYCLES = {
     frozenset({"jaxdraft.engine.engine", "jaxdraft.engine.request"}),
     frozenset({"convert.checkpoint.folders", "jaxdraft.model"}),
     frozenset({"jaxdraft.kernels.attention", "jaxdraft.nn.attention"}),
+    frozenset({"jaxdraft.kernels.delta_net", "jaxdraft.nn.delta_net"}),
 }
-PACKAGE_CYCLES = {frozenset({"jaxdraft.kernels", "jaxdraft.nn"})}
+PACKAGE_CYCLES = {
+    frozenset({"convert.artifact", "convert.checkpoint"}),
+    frozenset({"jaxdraft.kernels", "jaxdraft.nn"}),
+}
 
 
 def sources(*folders: str) -> list[Path]:

@@ -1,9 +1,9 @@
 """A window of a gated delta net in one launch: all between its input and output projections.
 
 A program serves one row of the batch and one value head: it convolves the channels of the head's
-query, key and value, normalises, solves the triangular system of :func:`jaxdraft.nn.delta_net
-.delta_rule` by substitution, and applies the gated norm. The state is read once and never written;
-the capsule from which rows are committed is written beside the output.
+query, key and value, normalises, solves the triangular system of
+:func:`jaxdraft.nn.delta_net.delta_rule` by substitution, and applies the gated norm. The state is
+read once and never written; the capsule from which rows are committed is written beside the output.
 
 A row reads rows before it and never one after it: nothing that a row past ``count`` holds, NaN
 included, reaches a row before it.
