@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,9 @@ def test_the_run_script_has_the_commands_that_its_help_and_ci_name() -> None:
     handled = re.findall(r"^  ([\w| -]+)\)", cases, re.MULTILINE)
     assert named == {name for names in handled for name in names.split(" | ")} - {"-h", "--help"}
     assert subprocess.run(["bash", "-n", ROOT / "run"]).returncode == 0
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
