@@ -1,7 +1,7 @@
 """The programs of an engine: the pieces of a round, run on some rows of a larger state.
 
 Each is compiled once a shape. Shapes come from :class:`Buckets`, so there are few of them. The
-logic of a round is not here: these functions take rows out of the state, lend them their pages,
+logic of a round is not here: these functions take rows out of the state, bind them to their pages,
 call :mod:`jaxdraft.round`, and put the rows back.
 """
 
@@ -78,7 +78,7 @@ def _powers(most: int, factor: int, least: int) -> tuple[int, ...]:
 
 
 @struct.dataclass
-class Seats:
+class BatchRows:
     """The rows of one step, and their pages."""
 
     rows: jax.Array  # [R] int32 rows of the state; past its end where there is none
@@ -147,22 +147,22 @@ def _report(state: RoundState, info: RoundInfo, draft_tokens: int) -> Report:
     return Report(numbers, info.logprobs)
 
 
-def _gather(state: RoundState, rules: Rules, seats: Seats, where: Layout) -> Any:
-    part = rows_.take(state, where, seats.rows)
-    part = replace(part, status=jnp.where(seats.live, part.status, Status.EMPTY).astype(jnp.int32))
-    mine = jax.tree.map(lambda x: jnp.take(x, seats.rows, axis=0, mode="clip"), _of_rows(rules))
-    return seated(part, seats), _with_rows(rules, mine)
+def _gather(state: RoundState, rules: Rules, batch: BatchRows, where: Layout) -> Any:
+    part = rows_.take(state, where, batch.rows)
+    part = replace(part, status=jnp.where(batch.live, part.status, Status.EMPTY).astype(jnp.int32))
+    mine = jax.tree.map(lambda x: jnp.take(x, batch.rows, axis=0, mode="clip"), _of_rows(rules))
+    return bound(part, batch), _with_rows(rules, mine)
 
 
-def seated(state: RoundState, seats: Seats) -> RoundState:
-    """The state with the pages of its rows."""
+def bound(state: RoundState, batch: BatchRows) -> RoundState:
+    """Return the state with the pages of its rows."""
     memory = (state.target, state.drafter)
-    target, drafter = rows_.seat(memory, seats.table, seats.rows)
+    target, drafter = rows_.bind_pages(memory, batch.table, batch.rows)
     return replace(state, target=target, drafter=drafter)
 
 
-def _unseated(state: RoundState) -> RoundState:
-    target, drafter = rows_.unseat((state.target, state.drafter))
+def _unbound(state: RoundState) -> RoundState:
+    target, drafter = rows_.unbind_pages((state.target, state.drafter))
     return replace(state, target=target, drafter=drafter)
 
 
@@ -190,7 +190,7 @@ def run_round(
     drafter: Drafter,
     state: RoundState,
     rules: Rules,
-    seats: Seats,
+    batch: BatchRows,
     *,
     where: Layout,
     whole: bool,
@@ -204,24 +204,24 @@ def run_round(
       drafter: the drafter.
       state: all rows.
       rules: of all rows.
-      seats: the rows that take part.
+      batch: the rows that take part.
       where: which leaves of the state belong to rows.
-      whole: every row has its own seat and all that run take part: nothing is moved.
+      whole: all rows take part, in their order: nothing is moved.
       plain: nobody has drafts in this round.
       logprobs: as in :func:`jaxdraft.round.round`.
     """
     if whole:
-        part, mine = seated(state, seats), rules
+        part, mine = bound(state, batch), rules
     else:
-        part, mine = _gather(state, rules, seats, where)
+        part, mine = _gather(state, rules, batch, where)
     if plain:
         none = jax.tree.map(lambda x: x[:, :0], (part.proposal.tokens, part.proposal.support))
         part = replace(part, proposal=replace(part.proposal, tokens=none[0], support=none[1]))
     # The host knows when nobody has drafts, and asks for the plain program then.
     part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs, drafted=True)
     report = _report(part, info, drafter.draft_tokens)
-    part = _unseated(part)
-    return (part if whole else rows_.put(state, part, where, seats.rows)), report
+    part = _unbound(part)
+    return (part if whole else rows_.put(state, part, where, batch.rows)), report
 
 
 @functools.partial(jax.jit, static_argnames=("where", "logprobs"), donate_argnames=("state",))
@@ -230,7 +230,7 @@ def run_chunk(
     drafter: Drafter,
     state: RoundState,
     rules: Rules,
-    seats: Seats,
+    batch: BatchRows,
     tokens: jax.Array,
     count: jax.Array,
     begins: jax.Array,
@@ -242,14 +242,14 @@ def run_chunk(
     """The next tokens of some prompts, and the first proposal of those that end here.
 
     Args:
-      target, drafter, state, rules, seats, where, logprobs: as in :func:`run_round`.
+      target, drafter, state, rules, batch, where, logprobs: as in :func:`run_round`.
       tokens: [R, T] int32.
       count: [R] int32, tokens of each row.
       begins: [R] bool: the prompt ends here and the token that follows is emitted.
       resumes: [R] bool: the text ends here, but for its last token, which was emitted before the
         row lost its place and stands in ``state.tokens`` already.
     """
-    part, mine = _gather(state, rules, seats, where)
+    part, mine = _gather(state, rules, batch, where)
     part, logits = rounds.read(target, drafter, part, tokens, count)
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
     part, said = rounds.speak(part, logits, mine, logprobs=logprobs)
@@ -262,7 +262,7 @@ def run_chunk(
     )
     part, info = rounds.propose(drafter, part, mine, vocab_size=target.vocab_size)
     report = _report(part, replace(said, draft=info), drafter.draft_tokens)
-    return rows_.put(state, _unseated(part), where, seats.rows), report
+    return rows_.put(state, _unbound(part), where, batch.rows), report
 
 
 @functools.partial(jax.jit, static_argnames=("where", "parts", "skips"), donate_argnames=("state",))
@@ -307,8 +307,8 @@ def admit(
         both = (both[0], full_drafter(drafter).with_learned(both[1], fresh))
         if rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)
-            both = rows_.with_ring_contents(rows_.seat(both, nowhere, row), rings)
-            both = rows_.unseat(both)
+            both = rows_.with_ring_contents(rows_.bind_pages(both, nowhere, row), rings)
+            both = rows_.unbind_pages(both)
     elif skips:
         both = skip(target, drafter, both, tokens, length)
     part = replace(
@@ -361,7 +361,7 @@ def save(
     part = rows_.take(state, where, row)
     both = (part.target, part.drafter)
     nowhere = jnp.zeros((1, 0), jnp.int32)
-    rings = rows_.ring_contents(rows_.seat(both, nowhere, row))
+    rings = rows_.ring_contents(rows_.bind_pages(both, nowhere, row))
     return rows_.own(both, parts), rings
 
 

@@ -14,7 +14,7 @@ from jaxdraft import round as rounds
 from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
-from jaxdraft.engine.programs import Buckets, Columns, Report, Seats, bucket
+from jaxdraft.engine.programs import BatchRows, Buckets, Columns, Report, bucket
 from jaxdraft.engine.rules import RulesTable
 from jaxdraft.engine.scheduler import Work
 from jaxdraft.engine.sequence import Phase, Sequence
@@ -175,11 +175,11 @@ class Runner:
         size = bucket(self.buckets.rows, len(requests))
         # When the whole state takes part anyway, nothing has to be moved.
         whole = size >= self.batch and len(requests) == everyone
-        seats = self._seats(requests, list(range(self.batch)) if whole else None, size)
+        batch = self._batch_rows(requests, list(range(self.batch)) if whole else None, size)
         plain = self.buckets.plain and not any(r.pending for r in requests)
-        self._count("round", seats, whole, plain)
+        self._count("round", batch, whole, plain)
         self.state, report = programs.run_round(
-            self.target, self.drafter, self.state, self.table.rules, seats,
+            self.target, self.drafter, self.state, self.table.rules, batch,
             where=self._where[self._drawn], whole=whole, plain=plain,
             logprobs=self._alternatives(),
         )  # fmt: skip
@@ -197,10 +197,10 @@ class Runner:
             counts[place] = count
             ends = request.read + count == request.goal
             begins[place], resumes[place] = ends and not request.known, ends and request.known
-        seats = self._seats(requests, None, size)
-        self._count("chunk", seats, width)
+        batch = self._batch_rows(requests, None, size)
+        self._count("chunk", batch, width)
         self.state, report = programs.run_chunk(
-            self.target, self.drafter, self.state, self.table.rules, seats,
+            self.target, self.drafter, self.state, self.table.rules, batch,
             tokens, counts, begins, resumes,
             where=self._where[self._drawn], logprobs=self._alternatives(),
         )  # fmt: skip
@@ -217,8 +217,10 @@ class Runner:
             where=self._where[self._drawn], parts=self._parts, skips=self.skips,
         )  # fmt: skip
 
-    def _seats(self, requests: list[Sequence], order: list[int] | None, size: int) -> Seats:
-        """Seats of the rows ``order``, or of the requests; of more than there are no page."""
+    def _batch_rows(
+        self, requests: list[Sequence], order: list[int] | None, size: int
+    ) -> BatchRows:
+        """Return the rows ``order``, or those of the requests, padded to ``size``."""
         places: Any = [r.row for r in requests] if order is None else order
         rows_of = np.full(size, self.batch, np.int32)
         rows_of[: len(places)] = places
@@ -228,14 +230,14 @@ class Runner:
         place_of = {row: place for place, row in enumerate(places)}
         for request in requests:
             table[place_of[request.row], : len(request.pages)] = request.pages
-        return Seats(rows_of, rows_of < self.batch, table)  # type: ignore[bad-argument-type]
+        return BatchRows(rows_of, rows_of < self.batch, table)  # type: ignore[bad-argument-type]
 
     def _alternatives(self) -> int | None:
         wanted = self.table.form.logprobs
         return None if wanted is None else min(wanted, self.target.vocab_size)
 
-    def _count(self, name: str, seats: Seats, *shape: Any) -> None:
-        self.compiled.add((name, np.shape(seats.table), self.table.form, *shape))
+    def _count(self, name: str, batch: BatchRows, *shape: Any) -> None:
+        self.compiled.add((name, np.shape(batch.table), self.table.form, *shape))
 
     # ------------------------------------------------------------------ the state's shape
 
@@ -268,10 +270,10 @@ class Runner:
 
         def ask(state: RoundState) -> Any:
             none = jnp.full((self.batch, self._columns), NO_PAGE, jnp.int32)
-            seats = Seats(
+            batch = BatchRows(
                 jnp.arange(self.batch, dtype=jnp.int32), jnp.ones((self.batch,), bool), none
             )
-            state = programs.seated(state, seats)
+            state = programs.bound(state, batch)
             zeros = jnp.zeros((self.batch, 1), jnp.int32)
             state, logits = rounds.read(self.target, self.drafter, state, zeros, zeros[:, 0])
             return rounds.propose(self.drafter, state, rules, vocab_size=logits.shape[-1])[0]
@@ -301,7 +303,7 @@ def empty_memory(
     """Return empty states of target and drafter, in pools where they have an ``init_pool``."""
     sizes = dict(pages=pages, page_size=page_size, columns=columns)
     memory = full_target(target).init_pool(batch, **sizes)
-    return rows.hosted((memory, pool_of(drafter, batch, sizes)))
+    return rows.engine_owned((memory, pool_of(drafter, batch, sizes)))
 
 
 def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:

@@ -4,9 +4,10 @@ A leaf whose first axis is the batch belongs to the rows; every other leaf (the 
 shared. Which is which is seen by asking for the same state with one row more, so it works for the
 state of any target and any drafter.
 
-The engine decides on the host which row owns which page. The pools of its state are *hosted*: their
-own stacks are empty, so nothing inside a program ever takes a page, and between steps their tables
-are blank. :func:`seat` lends the rows of one step their pages, :func:`unseat` takes them back.
+The engine decides on the host which row owns which page. The pools of its state are *owned by the
+engine*: their own stacks are empty, so no program ever takes a page, and between steps their tables
+are blank. :func:`bind_pages` gives the rows of one step their pages, :func:`unbind_pages` removes
+them again.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ def with_own(state: State, where: Layout, leaves: tuple[jax.Array, ...]) -> Stat
     )
 
 
-# --------------------------------------------------------------------------- hosted pools
+# --------------------------------------------------------------------------- pools of an engine
 
 
-def hosted(state: State) -> State:
-    """The state of pools that a host governs: nothing is free, nobody owns anything.
+def engine_owned(state: State) -> State:
+    """Return a state whose pools an engine owns: no page is free, and no row has one.
 
     Raises:
       ValueError: a pool is dense, its rows bound to their pages.
     """
 
-    def host(pool: Any) -> Any:
+    def own_pool(pool: Any) -> Any:
         if pool.dense:
             raise ValueError(
                 "a state holds a pool of one page a row, whose rows cannot be taken apart: give "
@@ -98,11 +99,11 @@ def hosted(state: State) -> State:
         pool = replace(pool, free_count=jnp.zeros((), jnp.int32))
         return replace(pool, table=pool.table[:, :0]) if isinstance(pool, PagedPool) else pool
 
-    return _pools(host, state)
+    return _pools(own_pool, state)
 
 
-def seat(state: State, table: jax.Array, rings: jax.Array) -> State:
-    """Lend the rows of a state their pages.
+def bind_pages(state: State, table: jax.Array, rings: jax.Array) -> State:
+    """Bind the rows of a state to their pages.
 
     Args:
       state: B rows.
@@ -110,18 +111,18 @@ def seat(state: State, table: jax.Array, rings: jax.Array) -> State:
       rings: [B] int32: ring r is pages ``r * R .. r * R + R - 1`` of every ring's pages.
     """
 
-    def lend(pool: Any) -> Any:
+    def bind(pool: Any) -> Any:
         if isinstance(pool, PagedPool):
             return replace(pool, table=table)
         columns = pool.table.shape[1]
         pages = rings[:, None] * columns + jnp.arange(columns, dtype=jnp.int32)[None]
         return replace(pool, table=jnp.where(pages < pool.pages, pages, NO_PAGE))
 
-    return _pools(lend, state)
+    return _pools(bind, state)
 
 
-def unseat(state: State) -> State:
-    """Take the pages back."""
+def unbind_pages(state: State) -> State:
+    """Remove the pages of the rows."""
     return _pools(
         lambda p: replace(p, table=p.table[:, :0]) if isinstance(p, PagedPool) else p, state
     )
@@ -143,7 +144,7 @@ def copy_pages(state: State, source: jax.Array, to: jax.Array) -> State:
 
 
 def ring_contents(state: Any) -> tuple[jax.Array, ...]:
-    """Keys and values of every ring of a seated state of one row: [R, G, Z, H] each."""
+    """Keys and values of every ring of a state of one row with its pages: [R, G, Z, H] each."""
     rings = [p for p in _found(state) if isinstance(p, Ring)]
     return tuple(
         jnp.take(pages, ring.table[0], axis=0, mode="clip")
@@ -153,7 +154,7 @@ def ring_contents(state: Any) -> tuple[jax.Array, ...]:
 
 
 def with_ring_contents(state: State, contents: tuple[jax.Array, ...]) -> State:
-    """Write what :func:`ring_contents` gave into the rings of a seated state of one row."""
+    """Write what :func:`ring_contents` gave into the rings of a state of one row with its pages."""
     parts = iter(contents)
 
     def fill(pool: Any) -> Any:
