@@ -139,7 +139,7 @@ class Engine:
         self._faults, self._counters = Faults(), Counters(self.draft_tokens)
         self._number, self._order = itertools.count(), itertools.count()
         self._handles: dict[int, Request] = {}  # of requests that are not over, by number
-        self._ready: list[EngineEvent] = []  # not read yet
+        self._events: list[EngineEvent] = []  # not read yet
         self._closed = False
 
     # ------------------------------------------------------------------ requests
@@ -334,7 +334,7 @@ class Engine:
     @exclusive
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._ready) or self.scheduler.busy
+        return bool(self._events) or self.scheduler.busy
 
     def run(self) -> Iterator[EngineEvent]:
         """Step until nothing is left to do. Requests may be submitted meanwhile.
@@ -375,7 +375,7 @@ class Engine:
         self._usable()
         self._readers.refuse()
         self._advance()
-        events, self._ready = self._ready, []
+        events, self._events = self._events, []
         return sorted(events, key=lambda e: e.request._sequence.order)
 
     def wait(self, done: Callable[[], bool], after: Callable[[], Any] = lambda: None) -> None:
@@ -398,7 +398,7 @@ class Engine:
         self._usable()
         self._advance()
         if not self._readers:
-            self._ready.clear()
+            self._events.clear()
 
     def _advance(self) -> None:
         """Run a step, and add its events to those that were not read yet."""
@@ -410,7 +410,7 @@ class Engine:
             except Exception as error:
                 failure = error
             else:
-                self._absorb(work, *reports)
+                self._apply_reports(work, *reports)
         except BaseException:
             self._recover()
             raise
@@ -459,19 +459,21 @@ class Engine:
 
     # ------------------------------------------------------------------ after a step
 
-    def _absorb(self, work: Work, running: _Heard | None, reading: _Heard | None) -> None:
+    def _apply_reports(
+        self, work: Work, running: _Reported | None, reading: _Reported | None
+    ) -> None:
         if running is not None:
             for place, sequence in enumerate(work.running):
-                self._hear(sequence, *running, place, first=False)
+                self._apply_report(sequence, *running, place, first=False)
         if reading is not None:
             for place, (sequence, count) in enumerate(work.reading):
                 sequence.read += count
                 if sequence.read >= sequence.goal:
-                    self._hear(sequence, *reading, place, first=not sequence.known)
+                    self._apply_report(sequence, *reading, place, first=not sequence.known)
                 else:
                     sequence.now = self._counters.row(sequence.now, reading[0], place)
 
-    def _hear(
+    def _apply_report(
         self, sequence: Sequence, columns: Columns, report: Report, place: int, *, first: bool
     ) -> None:
         """Take in what a step reports about a row that has run or has read its text."""
@@ -499,7 +501,7 @@ class Engine:
             self.scheduler.remember(sequence)
         if tokens:
             handle = self._handles[sequence.number]
-            self._ready.append(EngineEvent(handle, tokens, text, accepted, None))
+            self._events.append(EngineEvent(handle, tokens, text, accepted, None))
 
     def _cut_short(
         self, sequence: Sequence, reason: str, error: BaseException | None = None
@@ -527,7 +529,7 @@ class Engine:
         memory = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
         sequence.settle()
         sequence.finish_reason, sequence.error = reason, error
-        # On the device a row that ends by itself has stopped; any other must be told to.
+        # On the device a row that ends by itself has stopped; any other must be stopped.
         stop = reason in ("cancelled", "failed")
         sequence.phase, sequence.output_text = Phase.DONE, None
         if keeps:
@@ -535,7 +537,7 @@ class Engine:
         elif sequence.row is not None:
             self.scheduler.leave(sequence, stop=stop, remember=error is None)
         handle = self._handles.pop(sequence.number)
-        self._ready.append(EngineEvent(handle, tokens or [], text, accepted, reason, error))
+        self._events.append(EngineEvent(handle, tokens or [], text, accepted, reason, error))
 
     # ------------------------------------------------------------------ fault handling
 
@@ -592,7 +594,7 @@ class Engine:
         return rules
 
 
-_Heard = tuple[Columns, Report]
+_Reported = tuple[Columns, Report]
 
 
 __all__ = ["Engine"]

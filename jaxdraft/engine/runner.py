@@ -125,12 +125,15 @@ class Runner:
                     request.saved[request.read + count] = self.save(request)
                 if request.noted is not None and request.read + count == request.goal:
                     self._recall(request)
-        told: list[Report | None] = jax.device_get(reports)
+        fetched: list[Report | None] = jax.device_get(reports)
         k = self.drafter.draft_tokens
-        heard = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in told]
-        if heard[0] is not None:
-            heard[0] = (heard[0][0].rows(order), jax.tree.map(lambda x: x[order], heard[0][1]))
-        return heard[0], heard[1]
+        reported = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in fetched]
+        if reported[0] is not None:
+            reported[0] = (
+                reported[0][0].rows(order),
+                jax.tree.map(lambda x: x[order], reported[0][1]),
+            )
+        return reported[0], reported[1]
 
     def check(self, active: Mapping[int, Sequence], stopping: list[int]) -> None:
         """Check that the device agrees with the host.
