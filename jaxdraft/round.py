@@ -64,7 +64,7 @@ class RoundState:
     emitted: jax.Array  # [B] int32, tokens of the output
     status: jax.Array  # [B] int32, a Status
     failures: jax.Array  # [B] int32, rounds in a row in which the drafter failed the row
-    heard: jax.Array  # [B] int32, the state of the row's stop-string automaton
+    stop_state: jax.Array  # [B] int32, the state of the row's stop-string automaton
     stats: Stats
 
 
@@ -162,7 +162,7 @@ def empty(memory: Any, drafts: Any, *, batch: int, size: int, draft_tokens: int)
         emitted=zeros,
         status=jnp.full((batch,), int(Status.EMPTY), jnp.int32),
         failures=zeros,
-        heard=zeros,
+        stop_state=zeros,
         stats=Stats.zeros(batch, draft_tokens),
     )
 
@@ -373,7 +373,7 @@ def _emit(
     said = jnp.where(place < verdict.accepted[:, None], padded, verdict.next_token[:, None])
     spoken = verdict.accepted + verdict.finite.astype(jnp.int32)
     by_id = jnp.any(said[:, :, None] == rules.stop_ids[:, None], axis=-1)
-    by_text, heard = _listen(state, said, rules)
+    by_text, stop_state = _match_stops(state, said, rules)
     stops = (by_id | by_text) & (place < spoken[:, None])
     stopped = jnp.any(stops, axis=1)
     where = jnp.argmax(stops, axis=1).astype(jnp.int32)
@@ -397,7 +397,7 @@ def _emit(
     status = jnp.where(running, status, state.status).astype(jnp.int32)
     last = jnp.maximum(count - 1, 0)
     anchor = jnp.where(count > 0, at(said, last), state.anchor)
-    heard = jnp.where(count > 0, at(heard, last), state.heard)
+    stop_state = jnp.where(count > 0, at(stop_state, last), state.stop_state)
 
     accepted = jnp.minimum(verdict.accepted, count)
     # The draft after the accepted prefix was evaluated too, unless a stop came first.
@@ -420,22 +420,22 @@ def _emit(
         emitted=emitted,
         status=status,
         anchor=anchor,
-        heard=heard,
+        stop_state=stop_state,
         stats=stats,
     )
     return state, said, count, jnp.where(running, accepted, -1)
 
 
-def _listen(state: RoundState, said: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
+def _match_stops(state: RoundState, said: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
     """Whether a stop string is complete after each token, and the automata's states, [B, 1 + K]."""
     stop = rules.stop_text
     if stop is None:
         return jnp.zeros(said.shape, bool), jnp.zeros(said.shape, jnp.int32)
-    heard, found = stop_strings.run(stop, state.heard, said)
+    stop_state, found = stop_strings.run(stop, state.stop_state, said)
     if rules.sampling is not None:
         out = state.emitted[:, None] + 1 + jnp.arange(said.shape[1], dtype=jnp.int32)[None]
         found = found & (out > rules.sampling.min_new_tokens[:, None])
-    return found, heard
+    return found, stop_state
 
 
 def _logprobs(

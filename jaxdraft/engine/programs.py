@@ -98,7 +98,7 @@ class Columns:
     """What stands where in a :class:`Report`, for drafts of K tokens."""
 
     NAMES = (
-        "status", "length", "emitted", "count", "accepted", "pending", "failures", "heard",
+        "status", "length", "emitted", "count", "accepted", "pending", "failures", "stop_state",
         "target_forwards", "drafter_forwards", "rounds", "said", "proposed",
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ class Columns:
     accepted: np.ndarray
     pending: np.ndarray
     failures: np.ndarray
-    heard: np.ndarray
+    stop_state: np.ndarray
     target_forwards: np.ndarray
     drafter_forwards: np.ndarray
     rounds: np.ndarray
@@ -139,7 +139,7 @@ def _report(state: RoundState, info: RoundInfo, draft_tokens: int) -> Report:
     every = jnp.zeros_like(state.length)
     one = (
         state.status, state.length, state.emitted, info.emitted, info.accepted,
-        state.proposal.length, state.failures, state.heard, every + stats.target_forwards,
+        state.proposal.length, state.failures, state.stop_state, every + stats.target_forwards,
         every + stats.drafter_forwards, stats.rounds, stats.emitted, stats.proposed,
     )  # fmt: skip
     wide = (tokens, stats.evaluated_at, stats.accepted_at, stats.undrafted)
@@ -299,7 +299,7 @@ def admit(
       skips: nothing but pages is needed to go on behind the first positions.
     """
     part = rows_.with_own(rows_.take(state, where, row), where, blank)
-    length, emitted, failures, heard = counts
+    length, emitted, failures, stop_state = counts
     both = (part.target, part.drafter)
     if memory is not None:
         fresh = full_drafter(drafter).learned(both[1])  # another text, or another turn
@@ -319,7 +319,7 @@ def admit(
         length=length,
         emitted=emitted,
         failures=failures,
-        heard=heard,
+        stop_state=stop_state,
     )
     return rows_.put(state, part, where, row)
 

@@ -212,7 +212,7 @@ class Runner:
     def _admit(self, request: Sequence, memory: Any) -> None:
         tokens = np.zeros((1, self._context), np.int32)
         tokens[0, : len(request.ids)] = request.ids
-        counts = [request.read, request.emitted, request.failed_before, request.heard]
+        counts = [request.read, request.emitted, request.failed_before, request.stop_state]
         leaves, rings = (None, ()) if memory is None else memory
         self.state = programs.admit(
             self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,

@@ -73,7 +73,7 @@ class Sequence:
       pending: drafts of the coming round.
       failures: failing rounds of the drafter, the last proposal included.
       failed_before: failing rounds without the last proposal.
-      heard: state of the stop-string automaton.
+      stop_state: state of the stop-string automaton.
       noted: drafts of a sequence that lost its row, and their number; see `programs.note`.
       marks: positions to make a checkpoint at.
       saved: checkpoints whose pages are not remembered yet.
@@ -119,7 +119,7 @@ class Sequence:
         )
         self.emitted = self.pending = 0
         self.failures = self.failed_before = 0
-        self.heard = 0
+        self.stop_state = 0
         self.now = Counts.zeros(self.counters.draft_tokens)
         self.noted: tuple[Any, int] | None = None
         self.strikes = 0
@@ -192,7 +192,7 @@ class Sequence:
             if first or self.phase is Phase.RUNNING:  # otherwise it proposed what it had before
                 self.failed_before = self.failures
             self.failures = int(columns.failures[place])
-        self.heard = int(columns.heard[place])
+        self.stop_state = int(columns.stop_state[place])
         self.read = len(self.ids) - self.known
         if first:
             self.counters.prompts += len(tokens)
