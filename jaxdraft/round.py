@@ -220,12 +220,12 @@ def begin(
       rules: see :class:`Rules`.
       logprobs: give log-probabilities, and so many alternatives.
     """
-    state, said = speak(state, logits, rules, logprobs=logprobs)
+    state, said = emit_first_token(state, logits, rules, logprobs=logprobs)
     state, info = propose(drafter, state, rules, vocab_size=logits.shape[-1])
     return state, replace(said, draft=info)
 
 
-def speak(
+def emit_first_token(
     state: RoundState, logits: jax.Array, rules: Rules, *, logprobs: int | None = None
 ) -> tuple[RoundState, RoundInfo]:
     """Emit the token that follows the prompt, in rows that run. Args: see :func:`begin`."""

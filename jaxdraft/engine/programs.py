@@ -252,7 +252,7 @@ def run_chunk(
     part, mine = _gather(state, rules, batch, where)
     part, logits = rounds.read(target, drafter, part, tokens, count)
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
-    part, said = rounds.speak(part, logits, mine, logprobs=logprobs)
+    part, said = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
     last = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
     part = replace(
         part,
