@@ -220,9 +220,9 @@ def begin(
       rules: see :class:`Rules`.
       logprobs: give log-probabilities, and so many alternatives.
     """
-    state, said = emit_first_token(state, logits, rules, logprobs=logprobs)
+    state, first = emit_first_token(state, logits, rules, logprobs=logprobs)
     state, info = propose(drafter, state, rules, vocab_size=logits.shape[-1])
-    return state, replace(said, draft=info)
+    return state, replace(first, draft=info)
 
 
 def emit_first_token(
@@ -231,9 +231,11 @@ def emit_first_token(
     """Emit the token that follows the prompt, in rows that run. Args: see :func:`begin`."""
     none = _no_proposal(logits.shape[0], 0)
     verdict = _judge(logits, state, none, rules)
-    state, said, count, accepted = _emit(state, verdict, none, rules)
+    state, window_tokens, count, accepted = _emit(state, verdict, none, rules)
     silent = DraftInfo(jnp.zeros_like(count), jnp.zeros((), jnp.int32))
-    return state, RoundInfo(accepted, count, silent, _logprobs(logits, said, count, logprobs))
+    return state, RoundInfo(
+        accepted, count, silent, _logprobs(logits, window_tokens, count, logprobs)
+    )
 
 
 def propose(
@@ -313,7 +315,7 @@ def _verify(
     window = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [B, 1 + K]
     out = guard.forward(target, window, count, state.target)
     verdict = _judge(out.logits, state, proposal, rules)
-    state, said, rows, accepted = _emit(state, verdict, proposal, rules)
+    state, window_tokens, rows, accepted = _emit(state, verdict, proposal, rules)
     # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
     memory = guard.commit(target, out.state, rows, state.target)
     stats = replace(
@@ -325,7 +327,7 @@ def _verify(
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
     state = replace(state, drafter=guard.ingest(drafter, state.drafter, feed))
-    return _Verified(state, feed, accepted, _logprobs(out.logits, said, rows, logprobs))
+    return _Verified(state, feed, accepted, _logprobs(out.logits, window_tokens, rows, logprobs))
 
 
 def _widen(verified: _Verified, drafts: int) -> _Verified:
@@ -335,13 +337,13 @@ def _widen(verified: _Verified, drafts: int) -> _Verified:
         beside = ((0, 0), (0, drafts), *[(0, 0)] * (x.ndim - 2))
         return jnp.pad(x, beside, constant_values=fill)
 
-    feed, spoken = verified.feed, verified.logprobs
+    feed, logprobs = verified.feed, verified.logprobs
     aux, hidden, tokens = jax.tree.map(wide, (feed.aux, feed.hidden, feed.tokens))
-    if spoken is not None:
-        tops = wide(spoken.top_tokens, NO_TOKEN)
-        spoken = Logprobs(wide(spoken.token), tops, wide(spoken.top))
+    if logprobs is not None:
+        tops = wide(logprobs.top_tokens, NO_TOKEN)
+        logprobs = Logprobs(wide(logprobs.token), tops, wide(logprobs.top))
     feed = replace(feed, aux=aux, hidden=hidden, tokens=tokens)
-    return replace(verified, feed=feed, logprobs=spoken)
+    return replace(verified, feed=feed, logprobs=logprobs)
 
 
 def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
@@ -362,22 +364,24 @@ def _emit(
     """Append the accepted drafts and the next token, up to the first stop.
 
     Returns:
-      The state, the tokens that could be said [B, 1 + K], how many of them were emitted [B], and
+      The state, the tokens that it may emit [B, 1 + K], how many of them were emitted [B], and
       the drafts among those [B] (-1: did not run).
     """
     running = state.status == Status.RUNNING
     batch, drafts = proposal.tokens.shape
     place = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
-    # Example: drafts [4 7 9], accepted 2, next 8: said = [4 7 8 .], three tokens.
+    # Example: drafts [4 7 9], accepted 2, next 8: window_tokens = [4 7 8 .], three tokens.
     padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-    said = jnp.where(place < verdict.accepted[:, None], padded, verdict.next_token[:, None])
-    spoken = verdict.accepted + verdict.finite.astype(jnp.int32)
-    by_id = jnp.any(said[:, :, None] == rules.stop_ids[:, None], axis=-1)
-    by_text, stop_state = _match_stops(state, said, rules)
-    stops = (by_id | by_text) & (place < spoken[:, None])
+    window_tokens = jnp.where(
+        place < verdict.accepted[:, None], padded, verdict.next_token[:, None]
+    )
+    available = verdict.accepted + verdict.finite.astype(jnp.int32)
+    by_id = jnp.any(window_tokens[:, :, None] == rules.stop_ids[:, None], axis=-1)
+    by_text, stop_state = _match_stops(state, window_tokens, rules)
+    stops = (by_id | by_text) & (place < available[:, None])
     stopped = jnp.any(stops, axis=1)
     where = jnp.argmax(stops, axis=1).astype(jnp.int32)
-    count = jnp.where(running, jnp.where(stopped, where + 1, spoken), 0)
+    count = jnp.where(running, jnp.where(stopped, where + 1, available), 0)
 
     def at(x: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
@@ -386,7 +390,7 @@ def _emit(
         place < count[:, None], state.length[:, None] + place, state.tokens.shape[1]
     )
     tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], position].set(
-        said, mode="drop"
+        window_tokens, mode="drop"
     )
     length, emitted = state.length + count, state.emitted + count
     status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
@@ -396,7 +400,7 @@ def _emit(
     status = jnp.where(stopped, stop, status)
     status = jnp.where(running, status, state.status).astype(jnp.int32)
     last = jnp.maximum(count - 1, 0)
-    anchor = jnp.where(count > 0, at(said, last), state.anchor)
+    anchor = jnp.where(count > 0, at(window_tokens, last), state.anchor)
     stop_state = jnp.where(count > 0, at(stop_state, last), state.stop_state)
 
     accepted = jnp.minimum(verdict.accepted, count)
@@ -423,33 +427,38 @@ def _emit(
         stop_state=stop_state,
         stats=stats,
     )
-    return state, said, count, jnp.where(running, accepted, -1)
+    return state, window_tokens, count, jnp.where(running, accepted, -1)
 
 
-def _match_stops(state: RoundState, said: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
+def _match_stops(
+    state: RoundState, window_tokens: jax.Array, rules: Rules
+) -> tuple[jax.Array, jax.Array]:
     """Whether a stop string is complete after each token, and the automata's states, [B, 1 + K]."""
     stop = rules.stop_text
     if stop is None:
-        return jnp.zeros(said.shape, bool), jnp.zeros(said.shape, jnp.int32)
-    stop_state, found = stop_strings.run(stop, state.stop_state, said)
+        return jnp.zeros(window_tokens.shape, bool), jnp.zeros(window_tokens.shape, jnp.int32)
+    stop_state, found = stop_strings.run(stop, state.stop_state, window_tokens)
     if rules.sampling is not None:
-        out = state.emitted[:, None] + 1 + jnp.arange(said.shape[1], dtype=jnp.int32)[None]
+        out = state.emitted[:, None] + 1 + jnp.arange(window_tokens.shape[1], dtype=jnp.int32)[None]
         found = found & (out > rules.sampling.min_new_tokens[:, None])
     return found, stop_state
 
 
 def _logprobs(
-    logits: jax.Array, said: jax.Array, count: jax.Array, alternatives: int | None
+    logits: jax.Array, window_tokens: jax.Array, count: jax.Array, alternatives: int | None
 ) -> Logprobs | None:
-    """Of the first ``count`` [B] tokens of ``said`` [B, T], from logits [B, T, V]."""
+    """Of the first ``count`` [B] tokens of ``window_tokens`` [B, T], from logits [B, T, V]."""
     if alternatives is None:
         return None
-    there = jnp.arange(said.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    there = jnp.arange(window_tokens.shape[1], dtype=jnp.int32)[None] < count[:, None]
     mass = jax.nn.logsumexp(logits, axis=-1)
-    token = jnp.take_along_axis(logits, jnp.maximum(said, 0)[..., None], axis=-1)[..., 0] - mass
+    token = (
+        jnp.take_along_axis(logits, jnp.maximum(window_tokens, 0)[..., None], axis=-1)[..., 0]
+        - mass
+    )
     if alternatives == 0:
-        top = jnp.zeros((*said.shape, 0), jnp.float32)
-        ids = jnp.zeros((*said.shape, 0), jnp.int32)
+        top = jnp.zeros((*window_tokens.shape, 0), jnp.float32)
+        ids = jnp.zeros((*window_tokens.shape, 0), jnp.int32)
     else:
         top, ids = sampling.largest_first(logits, alternatives)
         top = top - mass[..., None]

@@ -104,7 +104,7 @@ class Counters:
             target_forwards=old.target_forwards + int(self._step[0]),
             drafter_forwards=old.drafter_forwards + int(self._step[1]),
             rounds=int(columns.rounds[place]),
-            emitted=int(columns.said[place]),
+            emitted=int(columns.row_emitted[place]),
             proposed=int(columns.proposed[place]),
             evaluated_at=by_place[0],
             accepted_at=by_place[1],

@@ -99,7 +99,7 @@ class Columns:
 
     NAMES = (
         "status", "length", "emitted", "count", "accepted", "pending", "failures", "stop_state",
-        "target_forwards", "drafter_forwards", "rounds", "said", "proposed",
+        "target_forwards", "drafter_forwards", "rounds", "row_emitted", "proposed",
     )  # fmt: skip
 
     def __init__(self, numbers: np.ndarray, draft_tokens: int) -> None:
@@ -126,7 +126,7 @@ class Columns:
     target_forwards: np.ndarray
     drafter_forwards: np.ndarray
     rounds: np.ndarray
-    said: np.ndarray
+    row_emitted: np.ndarray
     proposed: np.ndarray
 
 
@@ -252,7 +252,7 @@ def run_chunk(
     part, mine = _gather(state, rules, batch, where)
     part, logits = rounds.read(target, drafter, part, tokens, count)
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
-    part, said = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
+    part, first = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
     last = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
     part = replace(
         part,
@@ -261,7 +261,7 @@ def run_chunk(
         status=jnp.where(resumes, Status.RUNNING, part.status).astype(jnp.int32),
     )
     part, info = rounds.propose(drafter, part, mine, vocab_size=target.vocab_size)
-    report = _report(part, replace(said, draft=info), drafter.draft_tokens)
+    report = _report(part, replace(first, draft=info), drafter.draft_tokens)
     return rows_.put(state, _unbound(part), where, batch.rows), report
 
 
