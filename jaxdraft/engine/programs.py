@@ -333,19 +333,19 @@ def skip(
 
 
 @functools.partial(jax.jit, static_argnames=("where",))
-def note(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
+def save_drafts(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
     """What a row that loses its place must find again: its drafts, and what was learned."""
     part = rows_.take(state, where, row)
     return part.proposal, full_drafter(drafter).learned(part.drafter)
 
 
 @functools.partial(jax.jit, static_argnames=("where",), donate_argnames=("state",))
-def recall(
-    drafter: Drafter, state: RoundState, row: jax.Array, noted: Any, *, where: Layout
+def restore_drafts(
+    drafter: Drafter, state: RoundState, row: jax.Array, saved_drafts: Any, *, where: Layout
 ) -> RoundState:
-    """A row that has read its text again goes on with what :func:`note` gave."""
+    """A row that has read its text again goes on with what :func:`save_drafts` gave."""
     part = rows_.take(state, where, row)
-    proposal, known = noted
+    proposal, known = saved_drafts
     if proposal.support is None or part.proposal.support is None:  # nobody sampled then, or now
         proposal = replace(proposal, support=part.proposal.support)
     memory = full_drafter(drafter).with_learned(part.drafter, known)

@@ -100,7 +100,7 @@ class Runner:
         self.table.update(active)
         if self.learns:
             for request, row in work.lost:
-                request.noted = (self._note(row), request.pending)
+                request.saved_drafts = (self._save_drafts(row), request.pending)
         if work.stopped:
             gone = np.zeros(self.batch, bool)
             gone[work.stopped] = True
@@ -123,8 +123,8 @@ class Runner:
             for request, count in work.reading:
                 if request.read + count in request.marks:
                     request.saved[request.read + count] = self.save(request)
-                if request.noted is not None and request.read + count == request.goal:
-                    self._recall(request)
+                if request.saved_drafts is not None and request.read + count == request.goal:
+                    self._restore_drafts(request)
         fetched: list[Report | None] = jax.device_get(reports)
         k = self.drafter.draft_tokens
         reported = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in fetched]
@@ -162,14 +162,16 @@ class Runner:
         where = self._where[self._drawn]
         return programs.save(self.state, row, where=where, parts=self._parts)
 
-    def _note(self, row: int) -> Any:
+    def _save_drafts(self, row: int) -> Any:
         at, where = np.asarray([row], np.int32), self._where[self._drawn]
-        return programs.note(self.drafter, self.state, at, where=where)
+        return programs.save_drafts(self.drafter, self.state, at, where=where)
 
-    def _recall(self, request: Sequence) -> None:
-        assert request.noted is not None
+    def _restore_drafts(self, request: Sequence) -> None:
+        assert request.saved_drafts is not None
         at, where = np.asarray([request.row], np.int32), self._where[self._drawn]
-        self.state = programs.recall(self.drafter, self.state, at, request.noted[0], where=where)
+        self.state = programs.restore_drafts(
+            self.drafter, self.state, at, request.saved_drafts[0], where=where
+        )
 
     # ------------------------------------------------------------------ programs
 

@@ -172,7 +172,7 @@ class Scheduler:
         """Forget what the device holds: a sequence with a row waits again, with all its tokens."""
         for request in list(self.active.values()):
             request.settle()
-            request.noted = None
+            request.saved_drafts = None
             self.leave(request, stop=False, remember=False)
             self.add(request)
         for request in list(self.kept.values()):

@@ -74,7 +74,7 @@ class Sequence:
       failures: failing rounds of the drafter, the last proposal included.
       failed_before: failing rounds without the last proposal.
       stop_state: state of the stop-string automaton.
-      noted: drafts of a sequence that lost its row, and their number; see `programs.note`.
+      saved_drafts: drafts of a sequence that lost its row, and their number; see `programs.save_drafts`.
       marks: positions to make a checkpoint at.
       saved: checkpoints whose pages are not remembered yet.
       strikes: failing steps in which it ran alone.
@@ -121,7 +121,7 @@ class Sequence:
         self.failures = self.failed_before = 0
         self.stop_state = 0
         self.now = Counts.zeros(self.counters.draft_tokens)
-        self.noted: tuple[Any, int] | None = None
+        self.saved_drafts: tuple[Any, int] | None = None
         self.strikes = 0
         self.text: str | None = None
         self.output_text: OutputText | None = None
@@ -186,8 +186,8 @@ class Sequence:
         self.ids.extend(tokens)
         self.emitted = int(columns.emitted[place])
         self.pending = int(columns.pending[place])
-        if self.noted is not None:  # its drafts are those it had, not those in the report
-            self.pending, self.noted = self.noted[1], None
+        if self.saved_drafts is not None:  # its drafts are those it had, not those in the report
+            self.pending, self.saved_drafts = self.saved_drafts[1], None
         else:
             if first or self.phase is Phase.RUNNING:  # otherwise it proposed what it had before
                 self.failed_before = self.failures
