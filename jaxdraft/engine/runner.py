@@ -121,8 +121,8 @@ class Runner:
         if work.reading:
             reports[1] = self._chunk(work.reading)
             for request, count in work.reading:
-                if request.read + count in request.marks:
-                    request.saved[request.read + count] = self.save(request)
+                if request.read + count in request.checkpoint_positions:
+                    request.pending_checkpoints[request.read + count] = self.save(request)
                 if request.saved_drafts is not None and request.read + count == request.goal:
                     self._restore_drafts(request)
         fetched: list[Report | None] = jax.device_get(reports)

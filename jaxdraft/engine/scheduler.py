@@ -129,7 +129,7 @@ class Scheduler:
         """Its pages, and what was kept of it, are free."""
         self.pages.drop(request.pages)
         request.pages, request.read, request.memory = [], 0, None
-        request.marks, request.saved = [], {}
+        request.checkpoint_positions, request.pending_checkpoints = [], {}
         self.kept.pop(request.number, None)
 
     def keep(self, request: Sequence, memory: Any, *, stop: bool) -> None:
@@ -162,11 +162,11 @@ class Scheduler:
             return
         full = self.cache.full(request.read)
         nodes = self.cache.insert(request.ids, request.pages[:full])
-        for position, memory in list(request.saved.items()):
+        for position, memory in list(request.pending_checkpoints.items()):
             number = position // self.pages.size
             if number <= full:
                 self.cache.keep(nodes[number - 1], memory)
-                del request.saved[position]
+                del request.pending_checkpoints[position]
 
     def restart(self) -> None:
         """Forget what the device holds: a sequence with a row waits again, with all its tokens."""
@@ -253,7 +253,7 @@ class Scheduler:
 
     def _read(self, work: Work, request: Sequence, left: int) -> int:
         """Read on in its text, up to the next checkpoint."""
-        ends = [request.goal, *(m for m in request.marks if m > request.read)]
+        ends = [request.goal, *(m for m in request.checkpoint_positions if m > request.read)]
         count = max(0, min(left, self.chunk, min(ends) - request.read))
         if count:
             work.reading.append((request, count))
@@ -297,7 +297,9 @@ class Scheduler:
             memory = path[usable - 1].checkpoint if usable else None
             if self.cache.checkpoints:
                 # Where others got to, and where this text could be met again.
-                request.marks = sorted(n * size for n in {len(path), most} if n > usable)
+                request.checkpoint_positions = sorted(
+                    n * size for n in {len(path), most} if n > usable
+                )
         request.pages = [node.page for node in path[:usable]]
         self.pages.share(request.pages)
         return usable * size, memory

@@ -75,8 +75,8 @@ class Sequence:
       failed_before: failing rounds without the last proposal.
       stop_state: state of the stop-string automaton.
       saved_drafts: drafts of a sequence that lost its row, and their number; see `programs.save_drafts`.
-      marks: positions to make a checkpoint at.
-      saved: checkpoints whose pages are not remembered yet.
+      checkpoint_positions: positions to make a checkpoint at.
+      pending_checkpoints: checkpoints whose pages are not remembered yet.
       strikes: failing steps in which it ran alone.
       preemptions: how often it lost its place and was computed anew.
       reused: prompt positions that were not computed, since they were known.
@@ -99,8 +99,8 @@ class Sequence:
         self.read = 0
         self.memory: Any = None
         self.order = number
-        self.marks: list[int] = []
-        self.saved: dict[int, Any] = {}
+        self.checkpoint_positions: list[int] = []
+        self.pending_checkpoints: dict[int, Any] = {}
         self.preemptions, self.reused = 0, 0
         self.done = Counts.zeros(counters.draft_tokens)
         self.begin(ids, rules)
