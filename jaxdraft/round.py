@@ -141,20 +141,20 @@ def prefill(
     return begin(drafter, state, logits, rules, logprobs=logprobs)
 
 
-def empty(memory: Any, drafts: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
+def empty(target: Any, drafter: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
     """Rows that hold nothing yet; their status says so.
 
     Args:
-      memory: an empty state of the target.
-      drafts: an empty state of the drafter.
+      target: an empty state of the target.
+      drafter: an empty state of the drafter.
       batch: B.
       size: S, tokens of the longest row.
       draft_tokens: K.
     """
     zeros = jnp.zeros((batch,), jnp.int32)
     return RoundState(
-        target=memory,
-        drafter=drafts,
+        target=target,
+        drafter=drafter,
         proposal=_no_proposal(batch, draft_tokens),
         anchor=zeros,
         tokens=jnp.zeros((batch, size), jnp.int32),
@@ -317,13 +317,13 @@ def _verify(
     verdict = _judge(out.logits, state, proposal, rules)
     state, window_tokens, rows, accepted = _emit(state, verdict, proposal, rules)
     # A round that emits m tokens commits m rows: the old anchor and all but the last of them.
-    memory = guard.commit(target, out.state, rows, state.target)
+    committed = guard.commit(target, out.state, rows, state.target)
     stats = replace(
         state.stats,
         target_forwards=state.stats.target_forwards + 1,
         rounds=state.stats.rounds + running.astype(jnp.int32),
     )
-    state = replace(state, target=memory, stats=stats)
+    state = replace(state, target=committed, stats=stats)
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
     state = replace(state, drafter=guard.ingest(drafter, state.drafter, feed))
@@ -511,7 +511,7 @@ def _propose(
 
     A proposal that was cut because it is invalid is counted, too, whether drafts were left or not.
     """
-    memory, proposal, info = guard.propose(drafter, state.drafter, feed)
+    drafts, proposal, info = guard.propose(drafter, state.drafter, feed)
     proposal, info = guard.sanitize(proposal, info, feed, vocab_size)
     drafted = proposal.length > 0
     running = state.status == Status.RUNNING
@@ -528,7 +528,7 @@ def _propose(
         undrafted=state.stats.undrafted + missed,
     )
     # The lattice is for the caller of a drafter; carrying it through the loop would cost a copy.
-    state = replace(state, drafter=memory, proposal=proposal, failures=failures, stats=stats)
+    state = replace(state, drafter=drafts, proposal=proposal, failures=failures, stats=stats)
     return state, info
 
 

@@ -245,10 +245,10 @@ class Engine:
         # The last token before the turn is in no cache yet: it is read again with what follows.
         positions = min(sequence.read, max(turn.start - 1, 0))
         kept = sequence.number in self.scheduler.kept
-        if not kept or not positions or (self.scheduler.checkpointed and turn.memory is None):
+        if not kept or not positions or (self.scheduler.checkpointed and turn.checkpoint is None):
             self.scheduler.forget(sequence)
         else:
-            sequence.memory = turn.memory
+            sequence.checkpoint = turn.checkpoint
             self.scheduler.trim(sequence, positions)
         return request
 
@@ -526,14 +526,14 @@ class Engine:
     ) -> None:
         """End a request: its row becomes free, its cache is kept, remembered or freed."""
         keeps = sequence.keep and error is None and sequence.row is not None
-        memory = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
+        checkpoint = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
         sequence.settle()
         sequence.finish_reason, sequence.error = reason, error
         # On the device a row that ends by itself has stopped; any other must be stopped.
         stop = reason in ("cancelled", "failed")
         sequence.phase, sequence.output_text = Phase.DONE, None
         if keeps:
-            self.scheduler.keep(sequence, memory, stop=stop)
+            self.scheduler.keep(sequence, checkpoint, stop=stop)
         elif sequence.row is not None:
             self.scheduler.leave(sequence, stop=stop, remember=error is None)
         handle = self._handles.pop(sequence.number)

@@ -156,8 +156,8 @@ def _gather(state: RoundState, rules: Rules, batch: BatchRows, where: Layout) ->
 
 def bound(state: RoundState, batch: BatchRows) -> RoundState:
     """Return the state with the pages of its rows."""
-    memory = (state.target, state.drafter)
-    target, drafter = rows_.bind_pages(memory, batch.table, batch.rows)
+    both = (state.target, state.drafter)
+    target, drafter = rows_.bind_pages(both, batch.table, batch.rows)
     return replace(state, target=target, drafter=drafter)
 
 
@@ -271,7 +271,7 @@ def admit(
     drafter: Drafter,
     state: RoundState,
     blank: tuple[jax.Array, ...],
-    memory: tuple[jax.Array, ...] | None,
+    checkpoint: tuple[jax.Array, ...] | None,
     rings: tuple[jax.Array, ...],
     row: jax.Array,
     tokens: jax.Array,
@@ -288,7 +288,7 @@ def admit(
       drafter: the drafter.
       state: all rows.
       blank: the row leaves of a row that holds nothing.
-      memory: the row leaves of target and drafter behind the first positions, from :func:`save`.
+      checkpoint: the row leaves of target and drafter behind the first positions, from :func:`save`.
       rings: what their rings held.
       row: [1] int32.
       tokens: [1, S] int32, the text as far as it is known.
@@ -301,9 +301,9 @@ def admit(
     part = rows_.with_own(rows_.take(state, where, row), where, blank)
     length, emitted, failures, stop_state = counts
     both = (part.target, part.drafter)
-    if memory is not None:
+    if checkpoint is not None:
         fresh = full_drafter(drafter).learned(both[1])  # another text, or another turn
-        both = rows_.with_own(both, parts, memory)
+        both = rows_.with_own(both, parts, checkpoint)
         both = (both[0], full_drafter(drafter).with_learned(both[1], fresh))
         if rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)

@@ -57,13 +57,12 @@ class Runner:
         self.table = RulesTable(batch, target.vocab_size)
         self.compiled: set[tuple[Any, ...]] = set()
         shape = jax.eval_shape(lambda: self._make(batch))
-        memory = (shape.target, shape.drafter)
-        self.paged = rows.has_pages(memory)
+        self.paged = rows.has_pages((shape.target, shape.drafter))
         self.drafter_paged = rows.has_pages(shape.drafter)
         self.skips = self._can_skip()
         learned = jax.eval_shape(full_drafter(drafter).learned, shape.drafter)
         self.learns = bool(jax.tree.leaves(learned))
-        self._parts = rows.layout(lambda b: _memory(self._make(b)), batch)
+        self._parts = rows.layout(lambda b: _states(self._make(b)), batch)
         # A drafter that draws says from what: proposals have a support while anybody samples.
         self._support = self._support_shape(shape)
         self._where = {
@@ -117,7 +116,7 @@ class Runner:
             pair = np.asarray([[source], [to]], np.int32)
             self.state = programs.copy(self.state, *pair)
         for admission in work.admitted:
-            self._admit(admission.request, admission.memory)
+            self._admit(admission.request, admission.checkpoint)
         if work.reading:
             reports[1] = self._chunk(work.reading)
             for request, count in work.reading:
@@ -211,11 +210,11 @@ class Runner:
         )  # fmt: skip
         return report
 
-    def _admit(self, request: Sequence, memory: Any) -> None:
+    def _admit(self, request: Sequence, checkpoint: Any) -> None:
         tokens = np.zeros((1, self._context), np.int32)
         tokens[0, : len(request.ids)] = request.ids
         counts = [request.read, request.emitted, request.failed_before, request.stop_state]
-        leaves, rings = (None, ()) if memory is None else memory
+        leaves, rings = (None, ()) if checkpoint is None else checkpoint
         self.state = programs.admit(
             self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,
             np.asarray([request.row], np.int32), tokens, np.asarray(counts, np.int32)[:, None],
@@ -247,10 +246,10 @@ class Runner:
     # ------------------------------------------------------------------ the state's shape
 
     def _make(self, batch: int) -> RoundState:
-        memory, drafts = empty_memory(self.target, self.drafter, batch, **self._sizes)
+        target, drafter = empty_states(self.target, self.drafter, batch, **self._sizes)
         return rounds.empty(
-            memory,
-            drafts,
+            target,
+            drafter,
             batch=batch,
             size=self._context,
             draft_tokens=self.drafter.draft_tokens,
@@ -261,7 +260,7 @@ class Runner:
 
         def ask() -> Any:
             state, zero = self._make(1), jnp.zeros((1,), jnp.int32)
-            return programs.skip(self.target, self.drafter, _memory(state), state.tokens, zero)
+            return programs.skip(self.target, self.drafter, _states(state), state.tokens, zero)
 
         return all(part is not None for part in jax.eval_shape(ask))
 
@@ -296,7 +295,7 @@ class Runner:
         return replace(state, proposal=replace(state.proposal, support=support))
 
 
-def empty_memory(
+def empty_states(
     target: Target,
     drafter: Drafter,
     batch: int,
@@ -307,13 +306,13 @@ def empty_memory(
 ) -> tuple[Any, Any]:
     """Return empty states of target and drafter, in pools where they have an ``init_pool``."""
     sizes = dict(pages=pages, page_size=page_size, columns=columns)
-    memory = full_target(target).init_pool(batch, **sizes)
-    return rows.engine_owned((memory, pool_of(drafter, batch, sizes)))
+    state = full_target(target).init_pool(batch, **sizes)
+    return rows.engine_owned((state, pool_of(drafter, batch, sizes)))
 
 
 def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:
     """Bytes of what one row remembers beside its pages; the sizes are a runner's."""
-    return rows.row_bytes(lambda b: empty_memory(target, drafter, b, **sizes))
+    return rows.row_bytes(lambda b: empty_states(target, drafter, b, **sizes))
 
 
 def pool_pages(
@@ -357,7 +356,7 @@ def pool_pages(
     return min(found.pages, rows * columns)
 
 
-def _memory(state: RoundState) -> Any:
+def _states(state: RoundState) -> Any:
     return state.target, state.drafter
 
 

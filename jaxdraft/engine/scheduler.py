@@ -37,7 +37,7 @@ class Admission:
     """A request takes a row."""
 
     request: Sequence
-    memory: Any  # what its row remembers behind the positions that are there, if that is needed
+    checkpoint: Any  # what its row remembers behind the positions that are there, if that is needed
 
 
 class Scheduler:
@@ -128,16 +128,16 @@ class Scheduler:
     def forget(self, request: Sequence) -> None:
         """Its pages, and what was kept of it, are free."""
         self.pages.drop(request.pages)
-        request.pages, request.read, request.memory = [], 0, None
+        request.pages, request.read, request.checkpoint = [], 0, None
         request.checkpoint_positions, request.pending_checkpoints = [], {}
         self.kept.pop(request.number, None)
 
-    def keep(self, request: Sequence, memory: Any, *, stop: bool) -> None:
+    def keep(self, request: Sequence, checkpoint: Any, *, stop: bool) -> None:
         """Its row is free; the pages in use stay with it until they are needed elsewhere."""
         self._vacate(request, stop)
         self.remember(request)
         self.trim(request, request.read)
-        request.memory = memory
+        request.checkpoint = checkpoint
         self.kept[request.number] = request
 
     def trim(self, request: Sequence, positions: int) -> None:
@@ -162,10 +162,10 @@ class Scheduler:
             return
         full = self.cache.full(request.read)
         nodes = self.cache.insert(request.ids, request.pages[:full])
-        for position, memory in list(request.pending_checkpoints.items()):
+        for position, checkpoint in list(request.pending_checkpoints.items()):
             number = position // self.pages.size
             if number <= full:
-                self.cache.keep(nodes[number - 1], memory)
+                self.cache.keep(nodes[number - 1], checkpoint)
                 del request.pending_checkpoints[position]
 
     def restart(self) -> None:
@@ -264,9 +264,9 @@ class Scheduler:
         if not self._free:
             return False
         was_kept = self.kept.pop(request.number, None) is not None  # or it might be forgotten below
-        memory, reused = request.memory, request.read
+        checkpoint, reused = request.checkpoint, request.read
         if not reused and self.prefixes:
-            reused, memory = self._match(request)
+            reused, checkpoint = self._match(request)
         if not self.pages.count:
             copies: list[tuple[int, int]] | None = []
         else:
@@ -280,9 +280,9 @@ class Scheduler:
         work.copies += copies
         row = heapq.heappop(self._free)
         self.active[row] = request
-        request.row, request.phase, request.memory = row, Phase.READING, None
+        request.row, request.phase, request.checkpoint = row, Phase.READING, None
         request.read, request.reused = reused, request.reused + reused
-        work.admitted.append(Admission(request, memory))
+        work.admitted.append(Admission(request, checkpoint))
         return True
 
     def _match(self, request: Sequence) -> tuple[int, Any]:
@@ -290,11 +290,11 @@ class Scheduler:
         size = self.pages.size
         most = (request.goal - 1) // size
         path = self.cache.match(request.ids, most)
-        usable, memory = len(path), None
+        usable, checkpoint = len(path), None
         if self.checkpointed:
             while usable and path[usable - 1].checkpoint is None:
                 usable -= 1
-            memory = path[usable - 1].checkpoint if usable else None
+            checkpoint = path[usable - 1].checkpoint if usable else None
             if self.cache.checkpoints:
                 # Where others got to, and where this text could be met again.
                 request.checkpoint_positions = sorted(
@@ -302,7 +302,7 @@ class Scheduler:
                 )
         request.pages = [node.page for node in path[:usable]]
         self.pages.share(request.pages)
-        return usable * size, memory
+        return usable * size, checkpoint
 
     def _provide(self, request: Sequence, reused: int, spare: int) -> list[tuple[int, int]] | None:
         """Pages to run the text after ``reused`` positions; the copies to make, None: no room."""

@@ -46,7 +46,7 @@ class Turn:
 
     start: int  # where its tokens begin
     output: int  # where its output begins
-    memory: Any = None  # state of the rows after ``start - 1`` positions, if it was kept
+    checkpoint: Any = None  # state of the rows after ``start - 1`` positions, if it was kept
 
 
 class Sequence:
@@ -68,7 +68,7 @@ class Sequence:
       row: its row on the device, if it has one.
       pages: its pages.
       read: positions in the caches; those of a kept sequence too.
-      memory: state of the row of a kept sequence.
+      checkpoint: state of the row of a kept sequence.
       emitted: tokens of the current output.
       pending: drafts of the coming round.
       failures: failing rounds of the drafter, the last proposal included.
@@ -97,7 +97,7 @@ class Sequence:
         self.row: int | None = None
         self.pages: list[int] = []
         self.read = 0
-        self.memory: Any = None
+        self.checkpoint: Any = None
         self.order = number
         self.checkpoint_positions: list[int] = []
         self.pending_checkpoints: dict[int, Any] = {}
@@ -109,7 +109,7 @@ class Sequence:
         """Begin another turn. Nothing of it was emitted yet."""
         self.rules = rules
         start = len(self.ids)
-        self.turns.append(Turn(start, start + len(ids), self.memory))
+        self.turns.append(Turn(start, start + len(ids), self.checkpoint))
         self.ids.extend(ids)
         self.phase = Phase.WAITING
         self.finish_reason: str | None = None

@@ -134,8 +134,8 @@ class Decoder(nnx.Module):
                 )
                 y = mixer.finish(y, gate)
             else:
-                memory = state.recurrent[len(capsules)]
-                y, capsule = mixer(y, memory.conv, memory.state)
+                recurrent_state = state.recurrent[len(capsules)]
+                y, capsule = mixer(y, recurrent_state.conv, recurrent_state.state)
                 capsules.append(capsule)
             x = x + y
             x = x + layer.mlp(layer.post_norm(x))
@@ -275,9 +275,9 @@ class DecoderTarget:
 
     def release(self, state: DecoderState, rows: jax.Array) -> DecoderState:
         """The rows where ``rows`` [B] is true give back their pages and start again."""
-        memory = tuple(recurrent.reset(m, rows) for m in state.recurrent)
+        recurrents = tuple(recurrent.reset(m, rows) for m in state.recurrent)
         sliding = None if state.sliding is None else paged.release(state.sliding, rows)
-        return DecoderState(paged.release(state.pool, rows), memory, sliding=sliding)
+        return DecoderState(paged.release(state.pool, rows), recurrents, sliding=sliding)
 
     def skip(
         self, state: DecoderState, tokens: jax.Array, length: jax.Array
@@ -322,10 +322,10 @@ class DecoderTarget:
 
     def commit(self, state: DecoderState, count: jax.Array) -> DecoderState:
         """See :meth:`jaxdraft.base.Target.commit`."""
-        memory = tuple(
+        recurrents = tuple(
             recurrent.commit(m, c, count)
             for m, c in zip(state.recurrent, state.capsules, strict=True)
         )
         pool = dataclasses.replace(state.pool, length=state.pool.length + count)
         sliding = None if state.sliding is None else ring.commit(state.sliding, count)
-        return DecoderState(pool, memory, sliding=sliding)
+        return DecoderState(pool, recurrents, sliding=sliding)

@@ -144,13 +144,13 @@ def make_step(
         gradient = whole(found, [jnp.zeros(leaf.shape, jnp.float32) for leaf in integers])
         # optax counts on Python's promotion of numbers, which strict settings refuse.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, memory = transform.update(gradient, state.optimizer, state.params)
+            updates, moments = transform.update(gradient, state.optimizer, state.params)
         updates = jax.tree.map(
             lambda u, p: (u * rate.astype(u.dtype)).astype(p.dtype), updates, state.params
         )
         params = constrain(optax.apply_updates(state.params, updates))
         norm = optax.tree.norm(found)
-        return TrainState(state.step + 1, params, memory), {
+        return TrainState(state.step + 1, params, moments), {
             "loss": value,
             "gradient": norm,
             **metrics,

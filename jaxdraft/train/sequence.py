@@ -119,14 +119,14 @@ def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.
         rows = jnp.pad(rows, [(0, 0), (0, short), *[(0, 0)] * (rows.ndim - 2)])
         return jnp.moveaxis(rows.reshape(batch, -1, chunk, *rows.shape[2:]), 1, 0)
 
-    def step(memory: Recurrent, rows: list[jax.Array]) -> tuple[Recurrent, jax.Array]:
+    def step(state: Recurrent, rows: list[jax.Array]) -> tuple[Recurrent, jax.Array]:
         q, k, v, decay, beta = rows
-        out, update = delta_rule(q, k, v, decay, beta, memory.state)
-        nothing = jnp.zeros((batch, chunk, 0), memory.conv.dtype)  # the stream is convolved already
+        out, update = delta_rule(q, k, v, decay, beta, state.state)
+        nothing = jnp.zeros((batch, chunk, 0), state.conv.dtype)  # the stream is convolved already
         capsule = Capsule(log_decay=decay, key=k, update=update, rows=nothing)
-        return commit(memory, capsule, jnp.full((batch,), chunk, jnp.int32)), out
+        return commit(state, capsule, jnp.full((batch,), chunk, jnp.int32)), out
 
-    memory = Recurrent.zeros(
+    state = Recurrent.zeros(
         batch,
         value_heads=c.value_heads,
         key_dim=c.key_dim,
@@ -136,7 +136,7 @@ def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.
         dtype=x.dtype,
     )
     parts = [chunks(part) for part in (row.query, row.key, row.value, row.log_decay, row.beta)]
-    _, out = lax.scan(step, memory, parts)
+    _, out = lax.scan(step, state, parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, c.value_heads, c.value_dim)[:, :steps]
     return mixer.finish(out.astype(x.dtype), row.gate)
 
