@@ -98,8 +98,8 @@ class RulesTable:
     def update(self, active: Mapping[int, Sequence]) -> None:
         """Follow the rows: nothing happens while they are the same."""
         found: list[RequestRules | None] = [None] * self._rows
-        for row, request in active.items():
-            found[row] = request.rules
+        for row, sequence in active.items():
+            found[row] = sequence.rules
         if all(a is b for a, b in zip(found, self._held, strict=True)):
             return
         for rules in found:

@@ -98,8 +98,8 @@ class Runner:
         """
         self.table.update(active)
         if self.learns:
-            for request, row in work.lost:
-                request.saved_drafts = (self._save_drafts(row), request.pending)
+            for sequence, row in work.lost:
+                sequence.saved_drafts = (self._save_drafts(row), sequence.pending)
         if work.stopped:
             gone = np.zeros(self.batch, bool)
             gone[work.stopped] = True
@@ -116,14 +116,14 @@ class Runner:
             pair = np.asarray([[source], [to]], np.int32)
             self.state = programs.copy(self.state, *pair)
         for admission in work.admitted:
-            self._admit(admission.request, admission.checkpoint)
+            self._admit(admission.sequence, admission.checkpoint)
         if work.reading:
             reports[1] = self._chunk(work.reading)
-            for request, count in work.reading:
-                if request.read + count in request.checkpoint_positions:
-                    request.pending_checkpoints[request.read + count] = self.save(request)
-                if request.saved_drafts is not None and request.read + count == request.goal:
-                    self._restore_drafts(request)
+            for sequence, count in work.reading:
+                if sequence.read + count in sequence.checkpoint_positions:
+                    sequence.pending_checkpoints[sequence.read + count] = self.save(sequence)
+                if sequence.saved_drafts is not None and sequence.read + count == sequence.goal:
+                    self._restore_drafts(sequence)
         fetched: list[Report | None] = jax.device_get(reports)
         k = self.drafter.draft_tokens
         reported = [None if r is None else (Columns(np.asarray(r.numbers), k), r) for r in fetched]
@@ -146,18 +146,22 @@ class Runner:
         """
         status, length = jax.device_get((self.state.status, self.state.length))
         for row in range(self.batch):
-            request, runs = active.get(row), status[row] == Status.RUNNING
-            if request is None:
-                assert not runs or row in stopping, f"row {row} runs without a request"
-            elif request.phase is Phase.RUNNING:
-                assert runs and length[row] == len(request.ids), (request, status[row], length[row])
-                assert request.read == len(request.ids) - 1, (request, request.read)
+            sequence, runs = active.get(row), status[row] == Status.RUNNING
+            if sequence is None:
+                assert not runs or row in stopping, f"row {row} runs without a sequence"
+            elif sequence.phase is Phase.RUNNING:
+                assert runs and length[row] == len(sequence.ids), (
+                    sequence,
+                    status[row],
+                    length[row],
+                )
+                assert sequence.read == len(sequence.ids) - 1, (sequence, sequence.read)
             else:
-                assert not runs and length[row] == request.read, (request, length[row])
+                assert not runs and length[row] == sequence.read, (sequence, length[row])
 
-    def save(self, request: Sequence) -> Any:
-        """What a request's row remembers beside its pages."""
-        row = np.asarray([request.row], np.int32)
+    def save(self, sequence: Sequence) -> Any:
+        """What a sequence's row remembers beside its pages."""
+        row = np.asarray([sequence.row], np.int32)
         where = self._where[self._drawn]
         return programs.save(self.state, row, where=where, parts=self._parts)
 
@@ -165,43 +169,43 @@ class Runner:
         at, where = np.asarray([row], np.int32), self._where[self._drawn]
         return programs.save_drafts(self.drafter, self.state, at, where=where)
 
-    def _restore_drafts(self, request: Sequence) -> None:
-        assert request.saved_drafts is not None
-        at, where = np.asarray([request.row], np.int32), self._where[self._drawn]
+    def _restore_drafts(self, sequence: Sequence) -> None:
+        assert sequence.saved_drafts is not None
+        at, where = np.asarray([sequence.row], np.int32), self._where[self._drawn]
         self.state = programs.restore_drafts(
-            self.drafter, self.state, at, request.saved_drafts[0], where=where
+            self.drafter, self.state, at, sequence.saved_drafts[0], where=where
         )
 
     # ------------------------------------------------------------------ programs
 
-    def _round(self, requests: list[Sequence], everyone: int) -> tuple[Report, list[int]]:
-        """The report, and where the requests stand in it."""
-        size = bucket(self.buckets.rows, len(requests))
+    def _round(self, sequences: list[Sequence], everyone: int) -> tuple[Report, list[int]]:
+        """The report, and where the sequences stand in it."""
+        size = bucket(self.buckets.rows, len(sequences))
         # When the whole state takes part anyway, nothing has to be moved.
-        whole = size >= self.batch and len(requests) == everyone
-        batch = self._batch_rows(requests, list(range(self.batch)) if whole else None, size)
-        plain = self.buckets.plain and not any(r.pending for r in requests)
+        whole = size >= self.batch and len(sequences) == everyone
+        batch = self._batch_rows(sequences, list(range(self.batch)) if whole else None, size)
+        plain = self.buckets.plain and not any(r.pending for r in sequences)
         self._count("round", batch, whole, plain)
         self.state, report = programs.run_round(
             self.target, self.drafter, self.state, self.table.rules, batch,
             where=self._where[self._drawn], whole=whole, plain=plain,
             logprobs=self._alternatives(),
         )  # fmt: skip
-        order = [r.row if whole else place for place, r in enumerate(requests)]
+        order = [r.row if whole else place for place, r in enumerate(sequences)]
         return report, order  # type: ignore[bad-return]
 
     def _chunk(self, reading: list[tuple[Sequence, int]]) -> Report:
-        requests = [request for request, _ in reading]
-        size = bucket(self.buckets.rows, len(requests))
+        sequences = [sequence for sequence, _ in reading]
+        size = bucket(self.buckets.rows, len(sequences))
         width = bucket(self.buckets.chunks, max(count for _, count in reading))
         tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
         begins, resumes = np.zeros(size, bool), np.zeros(size, bool)
-        for place, (request, count) in enumerate(reading):
-            tokens[place, :count] = request.ids[request.read : request.read + count]
+        for place, (sequence, count) in enumerate(reading):
+            tokens[place, :count] = sequence.ids[sequence.read : sequence.read + count]
             counts[place] = count
-            ends = request.read + count == request.goal
-            begins[place], resumes[place] = ends and not request.known, ends and request.known
-        batch = self._batch_rows(requests, None, size)
+            ends = sequence.read + count == sequence.goal
+            begins[place], resumes[place] = ends and not sequence.known, ends and sequence.known
+        batch = self._batch_rows(sequences, None, size)
         self._count("chunk", batch, width)
         self.state, report = programs.run_chunk(
             self.target, self.drafter, self.state, self.table.rules, batch,
@@ -210,30 +214,30 @@ class Runner:
         )  # fmt: skip
         return report
 
-    def _admit(self, request: Sequence, checkpoint: Any) -> None:
+    def _admit(self, sequence: Sequence, checkpoint: Any) -> None:
         tokens = np.zeros((1, self._context), np.int32)
-        tokens[0, : len(request.ids)] = request.ids
-        counts = [request.read, request.emitted, request.failed_before, request.stop_state]
+        tokens[0, : len(sequence.ids)] = sequence.ids
+        counts = [sequence.read, sequence.emitted, sequence.failed_before, sequence.stop_state]
         leaves, rings = (None, ()) if checkpoint is None else checkpoint
         self.state = programs.admit(
             self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,
-            np.asarray([request.row], np.int32), tokens, np.asarray(counts, np.int32)[:, None],
+            np.asarray([sequence.row], np.int32), tokens, np.asarray(counts, np.int32)[:, None],
             where=self._where[self._drawn], parts=self._parts, skips=self.skips,
         )  # fmt: skip
 
     def _batch_rows(
-        self, requests: list[Sequence], order: list[int] | None, size: int
+        self, sequences: list[Sequence], order: list[int] | None, size: int
     ) -> BatchRows:
-        """Return the rows ``order``, or those of the requests, padded to ``size``."""
-        places: Any = [r.row for r in requests] if order is None else order
+        """Return the rows ``order``, or those of the sequences, padded to ``size``."""
+        places: Any = [r.row for r in sequences] if order is None else order
         rows_of = np.full(size, self.batch, np.int32)
         rows_of[: len(places)] = places
-        most = max(len(r.pages) for r in requests)
+        most = max(len(r.pages) for r in sequences)
         columns = bucket(self.buckets.columns, most) if self.paged else 0
         table = np.full((size, columns), NO_PAGE, np.int32)
         place_of = {row: place for place, row in enumerate(places)}
-        for request in requests:
-            table[place_of[request.row], : len(request.pages)] = request.pages
+        for sequence in sequences:
+            table[place_of[sequence.row], : len(sequence.pages)] = sequence.pages
         return BatchRows(rows_of, rows_of < self.batch, table)  # type: ignore[bad-argument-type]
 
     def _alternatives(self) -> int | None:

@@ -1,9 +1,9 @@
 """Who runs next, on which row and in which pages. Plain Python, no arrays of the device.
 
 First come, first served. Everyone who runs gets the next round; beside it some prompts are read on,
-within a budget of tokens. A request is admitted when a row is free and pages for its prompt and its
+within a budget of tokens. A sequence is admitted when a row is free and pages for its prompt and its
 first round are, and nobody overtakes one that waits for them. When pages run out later, what is
-remembered without being used goes first; then the youngest request loses its place and is computed
+remembered without being used goes first; then the youngest sequence loses its place and is computed
 anew when there is room. The oldest never does, and fits alone, so it always gets on.
 """
 
@@ -34,14 +34,14 @@ class Work:
 
 @dataclasses.dataclass
 class Admission:
-    """A request takes a row."""
+    """A sequence takes a row."""
 
-    request: Sequence
+    sequence: Sequence
     checkpoint: Any  # what its row remembers behind the positions that are there, if that is needed
 
 
 class Scheduler:
-    """Rows and pages of an engine, and the requests that have or want them.
+    """Rows and pages of an engine, and the sequences that have or want them.
 
     Args:
       rows: B.
@@ -81,12 +81,12 @@ class Scheduler:
         self.lost: list[tuple[Sequence, int]] = []  # who lost its row since the last step
         self.stopping: list[int] = []  # rows that the device believes to run
 
-    # ------------------------------------------------------------------ requests come and go
+    # ------------------------------------------------------------------ sequences come and go
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """It waits for its turn; one that lost its place comes before all younger ones."""
-        request.phase = Phase.WAITING
-        heapq.heappush(self._waiting, (request.order, next(self._serial), request))
+        sequence.phase = Phase.WAITING
+        heapq.heappush(self._waiting, (sequence.order, next(self._serial), sequence))
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -99,98 +99,98 @@ class Scheduler:
         """Whether anything is left to do."""
         return bool(self.active) or self._next() is not None
 
-    def needed(self, request: Sequence) -> int:
+    def needed(self, sequence: Sequence) -> int:
         """Pages it can come to hold."""
-        return self.pages.needed(request.cap) if self.pages.count else 0
+        return self.pages.needed(sequence.cap) if self.pages.count else 0
 
-    def leave(self, request: Sequence, *, stop: bool, remember: bool = True) -> None:
+    def leave(self, sequence: Sequence, *, stop: bool, remember: bool = True) -> None:
         """Its row is free again, and its pages are, but for those remembered by content.
 
         Args:
-          request: with a row or without.
+          sequence: with a row or without.
           stop: the device does not know yet that the row runs no more.
           remember: whether what its pages hold can be trusted.
         """
-        if request.row is not None:
-            self._vacate(request, stop)
+        if sequence.row is not None:
+            self._vacate(sequence, stop)
             if remember:
-                self.remember(request)
-        self.forget(request)
+                self.remember(sequence)
+        self.forget(sequence)
 
-    def _vacate(self, request: Sequence, stop: bool) -> None:
-        row, request.row = request.row, None
+    def _vacate(self, sequence: Sequence, stop: bool) -> None:
+        row, sequence.row = sequence.row, None
         assert row is not None
         del self.active[row]
         heapq.heappush(self._free, row)
         if stop:
             self.stopping.append(row)
 
-    def forget(self, request: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Its pages, and what was kept of it, are free."""
-        self.pages.drop(request.pages)
-        request.pages, request.read, request.checkpoint = [], 0, None
-        request.checkpoint_positions, request.pending_checkpoints = [], {}
-        self.kept.pop(request.number, None)
+        self.pages.drop(sequence.pages)
+        sequence.pages, sequence.read, sequence.checkpoint = [], 0, None
+        sequence.checkpoint_positions, sequence.pending_checkpoints = [], {}
+        self.kept.pop(sequence.number, None)
 
-    def keep(self, request: Sequence, checkpoint: Any, *, stop: bool) -> None:
+    def keep(self, sequence: Sequence, checkpoint: Any, *, stop: bool) -> None:
         """Its row is free; the pages in use stay with it until they are needed elsewhere."""
-        self._vacate(request, stop)
-        self.remember(request)
-        self.trim(request, request.read)
-        request.checkpoint = checkpoint
-        self.kept[request.number] = request
+        self._vacate(sequence, stop)
+        self.remember(sequence)
+        self.trim(sequence, sequence.read)
+        sequence.checkpoint = checkpoint
+        self.kept[sequence.number] = sequence
 
-    def trim(self, request: Sequence, positions: int) -> None:
+    def trim(self, sequence: Sequence, positions: int) -> None:
         """It goes back to its first ``positions`` positions; pages past them are free."""
         held = self.pages.needed(positions) if self.pages.count else 0
-        self.pages.drop(request.pages[held:])
-        del request.pages[held:]
-        request.read = positions
+        self.pages.drop(sequence.pages[held:])
+        del sequence.pages[held:]
+        sequence.read = positions
 
-    def preempt(self, request: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """It loses its place; what it computed is remembered as long as there is room."""
-        if request.phase is Phase.RUNNING and request.row is not None:
-            self.lost.append((request, request.row))
-        self.leave(request, stop=True)
-        request.preemptions += 1
-        request.settle()
-        self.add(request)
+        if sequence.phase is Phase.RUNNING and sequence.row is not None:
+            self.lost.append((sequence, sequence.row))
+        self.leave(sequence, stop=True)
+        sequence.preemptions += 1
+        sequence.settle()
+        self.add(sequence)
 
-    def remember(self, request: Sequence) -> None:
+    def remember(self, sequence: Sequence) -> None:
         """Its full pages can be found by content from now on, and its checkpoints with them."""
         if not self.prefixes:
             return
-        full = self.cache.full(request.read)
-        nodes = self.cache.insert(request.ids, request.pages[:full])
-        for position, checkpoint in list(request.pending_checkpoints.items()):
+        full = self.cache.full(sequence.read)
+        nodes = self.cache.insert(sequence.ids, sequence.pages[:full])
+        for position, checkpoint in list(sequence.pending_checkpoints.items()):
             number = position // self.pages.size
             if number <= full:
                 self.cache.keep(nodes[number - 1], checkpoint)
-                del request.pending_checkpoints[position]
+                del sequence.pending_checkpoints[position]
 
     def restart(self) -> None:
         """Forget what the device holds: a sequence with a row waits again, with all its tokens."""
-        for request in list(self.active.values()):
-            request.settle()
-            request.saved_drafts = None
-            self.leave(request, stop=False, remember=False)
-            self.add(request)
-        for request in list(self.kept.values()):
-            self.forget(request)
+        for sequence in list(self.active.values()):
+            sequence.settle()
+            sequence.saved_drafts = None
+            self.leave(sequence, stop=False, remember=False)
+            self.add(sequence)
+        for sequence in list(self.kept.values()):
+            self.forget(sequence)
         self.cache.clear()
         self.stopping.clear()
         self.lost.clear()
 
     # ------------------------------------------------------------------ pages
 
-    def _reserve(self, request: Sequence, count: int, spare: int = 0) -> list[int] | None:
+    def _reserve(self, sequence: Sequence, count: int, spare: int = 0) -> list[int] | None:
         """``count`` pages, with ``spare`` more left over; None if that cannot be had.
 
-        What is remembered by content goes first, then what finished requests keep.
+        What is remembered by content goes first, then what finished sequences keep.
         """
         pages, wanted = self.pages, count + spare
         if pages.free < wanted:
-            used = {p for r in (*self.active.values(), request) for p in r.pages}
+            used = {p for r in (*self.active.values(), sequence) for p in r.pages}
             if wanted > pages.count - len(used):
                 return None  # nothing is forgotten in vain
             while pages.free + self.cache.evictable() < wanted and self.kept:
@@ -200,15 +200,15 @@ class Scheduler:
                 return None
         return pages.take(count)
 
-    def _cover(self, request: Sequence, positions: int) -> bool:
+    def _cover(self, sequence: Sequence, positions: int) -> bool:
         """Pages for the first ``positions`` positions."""
-        need = self.pages.needed(positions) - len(request.pages)
+        need = self.pages.needed(positions) - len(sequence.pages)
         if not self.pages.count or need <= 0:
             return True
-        pages = self._reserve(request, need)
+        pages = self._reserve(sequence, need)
         if pages is None:
             return False
-        request.pages += pages
+        sequence.pages += pages
         return True
 
     # ------------------------------------------------------------------ one step
@@ -222,17 +222,17 @@ class Scheduler:
         work = Work()
         rows = sorted(self.active.values(), key=lambda r: r.order)
         running = [r for r in rows if r.phase is Phase.RUNNING and alone in (None, r)]
-        for request in running:
-            reach = min(len(request.ids) + request.pending + self.lookahead, request.cap)
-            while request.row is not None and not self._cover(request, reach):
+        for sequence in running:
+            reach = min(len(sequence.ids) + sequence.pending + self.lookahead, sequence.cap)
+            while sequence.row is not None and not self._cover(sequence, reach):
                 # The youngest goes, perhaps the one that asks. The oldest fits when it is alone.
                 self.preempt(self._youngest())
         work.running = [r for r in running if r.row is not None]
         left = self.budget
-        for request in rows:
-            if request.row is not None and request.phase is Phase.READING:
-                if alone in (None, request):
-                    left -= self._read(work, request, left)
+        for sequence in rows:
+            if sequence.row is not None and sequence.phase is Phase.READING:
+                if alone in (None, sequence):
+                    left -= self._read(work, sequence, left)
         if alone is not None:
             if alone.row is None:
                 self._waiting = [w for w in self._waiting if w[2] is not alone]
@@ -240,56 +240,58 @@ class Scheduler:
                     self.preempt(self._youngest())
                 self._read(work, alone, left)
         else:
-            while left > 0 and (request := self._next()) is not None:
+            while left > 0 and (sequence := self._next()) is not None:
                 # Each that runs may soon want one page more.
                 spare = sum(r.phase is Phase.RUNNING for r in self.active.values())
-                if not self._admit(work, request, spare):
+                if not self._admit(work, sequence, spare):
                     break
                 heapq.heappop(self._waiting)
-                left -= self._read(work, request, left)
+                left -= self._read(work, sequence, left)
         work.lost, self.lost = self.lost, []
         work.stopped, self.stopping = self.stopping, []
         return work
 
-    def _read(self, work: Work, request: Sequence, left: int) -> int:
+    def _read(self, work: Work, sequence: Sequence, left: int) -> int:
         """Read on in its text, up to the next checkpoint."""
-        ends = [request.goal, *(m for m in request.checkpoint_positions if m > request.read)]
-        count = max(0, min(left, self.chunk, min(ends) - request.read))
+        ends = [sequence.goal, *(m for m in sequence.checkpoint_positions if m > sequence.read)]
+        count = max(0, min(left, self.chunk, min(ends) - sequence.read))
         if count:
-            work.reading.append((request, count))
+            work.reading.append((sequence, count))
         return count
 
-    def _admit(self, work: Work, request: Sequence, spare: int) -> bool:
+    def _admit(self, work: Work, sequence: Sequence, spare: int) -> bool:
         """Give it a row, and the pages of its text and first round, if they can be had."""
         if not self._free:
             return False
-        was_kept = self.kept.pop(request.number, None) is not None  # or it might be forgotten below
-        checkpoint, reused = request.checkpoint, request.read
+        was_kept = (
+            self.kept.pop(sequence.number, None) is not None
+        )  # or it might be forgotten below
+        checkpoint, reused = sequence.checkpoint, sequence.read
         if not reused and self.prefixes:
-            reused, checkpoint = self._match(request)
+            reused, checkpoint = self._match(sequence)
         if not self.pages.count:
             copies: list[tuple[int, int]] | None = []
         else:
-            copies = self._provide(request, reused, spare)
+            copies = self._provide(sequence, reused, spare)
         if copies is None:
             if was_kept:
-                self.kept[request.number] = request
+                self.kept[sequence.number] = sequence
             else:
-                self.forget(request)
+                self.forget(sequence)
             return False
         work.copies += copies
         row = heapq.heappop(self._free)
-        self.active[row] = request
-        request.row, request.phase, request.checkpoint = row, Phase.READING, None
-        request.read, request.reused = reused, request.reused + reused
-        work.admitted.append(Admission(request, checkpoint))
+        self.active[row] = sequence
+        sequence.row, sequence.phase, sequence.checkpoint = row, Phase.READING, None
+        sequence.read, sequence.reused = reused, sequence.reused + reused
+        work.admitted.append(Admission(sequence, checkpoint))
         return True
 
-    def _match(self, request: Sequence) -> tuple[int, Any]:
+    def _match(self, sequence: Sequence) -> tuple[int, Any]:
         """Hold the known pages that begin its text; at least one position is left to run."""
         size = self.pages.size
-        most = (request.goal - 1) // size
-        path = self.cache.match(request.ids, most)
+        most = (sequence.goal - 1) // size
+        path = self.cache.match(sequence.ids, most)
         usable, checkpoint = len(path), None
         if self.checkpointed:
             while usable and path[usable - 1].checkpoint is None:
@@ -297,22 +299,22 @@ class Scheduler:
             checkpoint = path[usable - 1].checkpoint if usable else None
             if self.cache.checkpoints:
                 # Where others got to, and where this text could be met again.
-                request.checkpoint_positions = sorted(
+                sequence.checkpoint_positions = sorted(
                     n * size for n in {len(path), most} if n > usable
                 )
-        request.pages = [node.page for node in path[:usable]]
-        self.pages.share(request.pages)
+        sequence.pages = [node.page for node in path[:usable]]
+        self.pages.share(sequence.pages)
         return usable * size, checkpoint
 
-    def _provide(self, request: Sequence, reused: int, spare: int) -> list[tuple[int, int]] | None:
+    def _provide(self, sequence: Sequence, reused: int, spare: int) -> list[tuple[int, int]] | None:
         """Pages to run the text after ``reused`` positions; the copies to make, None: no room."""
-        pages, mine = self.pages, request.pages
+        pages, mine = self.pages, sequence.pages
         # What is written from here on must be in pages of nobody else.
         first = max(reused - self.cache.overlap, 0) // pages.size
         split = [n for n in range(first, len(mine)) if pages.held[mine[n]] > 1]
-        reach = max(request.goal, min(request.goal + self.lookahead, request.cap))
+        reach = max(sequence.goal, min(sequence.goal + self.lookahead, sequence.cap))
         more = max(pages.needed(reach) - len(mine), 0)
-        got = self._reserve(request, more + len(split), spare)
+        got = self._reserve(sequence, more + len(split), spare)
         if got is None:
             return None
         copies = []
@@ -335,7 +337,7 @@ class Scheduler:
     # ------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Every page is free or held by whom its count says; every row has one request or none.
+        """Every page is free or held by whom its count says; every row has one sequence or none.
 
         Raises:
           AssertionError: it is not so.
@@ -344,15 +346,17 @@ class Scheduler:
         self.pages.check([self.cache.held(), *(r.pages for r in holders)])
         self.cache.check()
         assert sorted([*self._free, *self.active]) == list(range(self.rows)), self._free
-        for row, request in self.active.items():
-            assert request.row == row and request.phase in (Phase.READING, Phase.RUNNING), request
+        for row, sequence in self.active.items():
+            assert sequence.row == row and sequence.phase in (Phase.READING, Phase.RUNNING), (
+                sequence
+            )
             if self.pages.count:
-                assert len(request.pages) >= self.pages.needed(request.read), request
-                first = max(request.read - self.cache.overlap, 0) // self.pages.size
-                shared = [p for p in request.pages[first:] if self.pages.held[p] != 1]
-                assert not shared, f"{request} would write pages {shared}"
-        for number, request in self.kept.items():
-            assert request.row is None and request.number == number
-            assert request.phase in (Phase.DONE, Phase.WAITING), request
-        for request in self.waiting:
-            assert request.row is None and (request.number in self.kept or not request.pages)
+                assert len(sequence.pages) >= self.pages.needed(sequence.read), sequence
+                first = max(sequence.read - self.cache.overlap, 0) // self.pages.size
+                shared = [p for p in sequence.pages[first:] if self.pages.held[p] != 1]
+                assert not shared, f"{sequence} would write pages {shared}"
+        for number, sequence in self.kept.items():
+            assert sequence.row is None and sequence.number == number
+            assert sequence.phase in (Phase.DONE, Phase.WAITING), sequence
+        for sequence in self.waiting:
+            assert sequence.row is None and (sequence.number in self.kept or not sequence.pages)
