@@ -288,7 +288,7 @@ def admit(
       drafter: the drafter.
       state: all rows.
       blank: the row leaves of a row that holds nothing.
-      checkpoint: the row leaves of target and drafter behind the first positions, from :func:`save`.
+      checkpoint: the row leaves of target and drafter after the first positions; see :func:`save`.
       rings: what their rings held.
       row: [1] int32.
       tokens: [1, S] int32, the text as far as it is known.

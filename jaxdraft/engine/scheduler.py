@@ -1,9 +1,9 @@
-"""Who runs next, on which row and in which pages. Plain Python, no arrays of the device.
+"""Which sequence runs next, on which row and in which pages. Plain Python, no device arrays.
 
-First come, first served. Everyone who runs gets the next round; beside it some prompts are read on,
-within a budget of tokens. A sequence is admitted when a row is free and pages for its prompt and its
-first round are, and nobody overtakes one that waits for them. When pages run out later, what is
-remembered without being used goes first; then the youngest sequence loses its place and is computed
+First come, first served. Every running sequence gets the next round; beside it some prompts are
+read on, within a budget of tokens. A sequence is admitted when a row is free, and pages for its
+prompt and its first round are; no later one overtakes it. When pages run out later, remembered
+pages that no sequence uses go first. Then the youngest sequence loses its place and is computed
 anew when there is room. The oldest never does, and fits alone, so it always gets on.
 """
 

@@ -74,7 +74,7 @@ class Sequence:
       failures: failing rounds of the drafter, the last proposal included.
       failed_before: failing rounds without the last proposal.
       stop_state: state of the stop-string automaton.
-      saved_drafts: drafts of a sequence that lost its row, and their number; see `programs.save_drafts`.
+      saved_drafts: drafts of a sequence that lost its row, and their number.
       checkpoint_positions: positions to make a checkpoint at.
       pending_checkpoints: checkpoints whose pages are not remembered yet.
       strikes: failing steps in which it ran alone.
