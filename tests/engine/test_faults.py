@@ -175,8 +175,8 @@ def test_the_host_fails(
     owner, name = {
         "plan": (engine.scheduler, "plan"),
         "run": (engine.runner, "run"),
-        "absorb": (engine, "_absorb"),
-        "hear": (engine, "_hear"),
+        "absorb": (engine, "_apply_reports"),
+        "hear": (engine, "_apply_report"),
     }[where]
     real, calls = getattr(owner, name), 0
 
