@@ -393,11 +393,8 @@ def _emit(
         window_tokens, mode="drop"
     )
     length, emitted = state.length + count, state.emitted + count
-    status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
-    status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
-    status = jnp.where(emitted >= rules.max_new_tokens, Status.LENGTH, status)
     stop = jnp.where(at(by_id, where), Status.STOP, Status.STOP_STRING)
-    status = jnp.where(stopped, stop, status)
+    status = jnp.where(stopped, stop, _limits(verdict, length, emitted, rules))
     status = jnp.where(running, status, state.status).astype(jnp.int32)
     last = jnp.maximum(count - 1, 0)
     anchor = jnp.where(count > 0, at(window_tokens, last), state.anchor)
@@ -428,6 +425,13 @@ def _emit(
         stats=stats,
     )
     return state, window_tokens, count, jnp.where(running, accepted, -1)
+
+
+def _limits(verdict: Verdict, length: jax.Array, emitted: jax.Array, rules: Rules) -> jax.Array:
+    """Return the status of each row that emitted no stop, [B]."""
+    status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
+    status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
+    return jnp.where(emitted >= rules.max_new_tokens, Status.LENGTH, status)
 
 
 def _match_stops(

@@ -348,8 +348,8 @@ def restore_drafts(
     proposal, known = saved_drafts
     if proposal.support is None or part.proposal.support is None:  # nobody sampled then, or now
         proposal = replace(proposal, support=part.proposal.support)
-    memory = full_drafter(drafter).with_learned(part.drafter, known)
-    part = replace(part, proposal=proposal, drafter=memory)
+    restored = full_drafter(drafter).with_learned(part.drafter, known)
+    part = replace(part, proposal=proposal, drafter=restored)
     return rows_.put(state, part, where, row)
 
 
