@@ -147,8 +147,8 @@ def _softmax_jvp(
 
     With weights ``w = exp(score - log_mass)``, which sum to one:
 
-      d log_mass = sum w d score
-      d out      = sum w (d score) value + sum w d value - out * d log_mass
+    * ``d log_mass = sum w d score``
+    * ``d out = sum w (d score) value + sum w d value - out * d log_mass``
 
     Every term is a sum over keys. So it takes no running maximum, its transpose is a loop of the
     same kind, and nothing of the size [queries, keys] is kept for that: a chunk's weights are
