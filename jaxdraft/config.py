@@ -12,6 +12,7 @@ from typing import Literal
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "mtp"]
+"""Kinds of drafters with weights; :data:`jaxdraft.kinds.KINDS` declares what each is."""
 
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
@@ -230,7 +231,7 @@ class BlockDrafterConfig:
         arXiv:2502.14856; ``draft_vocab_size`` of EAGLE-3). None: of all of it.
     """
 
-    kind: Literal["dflash2", "dspark"]
+    kind: DrafterKind
     vocab_size: int
     width: int
     aux_width: int
@@ -262,11 +263,6 @@ class BlockDrafterConfig:
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
-    def first_row(self) -> int:
-        """The block row that predicts draft 0: row 1 for DFlash2, row 0 for DSpark."""
-        return 1 if self.kind == "dflash2" else 0
-
-    @property
     def windowed(self) -> bool:
         """Whether the cache is a bounded ring."""
         return self.attention.window != FULL_ATTENTION
@@ -291,6 +287,11 @@ class MtpConfig:
     mlp: MlpConfig | MoeConfig
     norm_eps: float
     context_length: int
+
+    @property
+    def kind(self) -> DrafterKind:
+        """The kind of the drafter."""
+        return "mtp"
 
     @classmethod
     def of(cls, target: TargetConfig) -> MtpConfig:

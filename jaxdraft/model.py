@@ -213,8 +213,7 @@ def assemble(loaded: Any, folder: Path, *, name: str | None = None, blocked: boo
       name: for people; default: that of ``folder``.
       blocked: see :func:`load`.
     """
-    from jaxdraft.draft.block import BlockDrafter
-    from jaxdraft.draft.mtp import MtpDrafter
+    from jaxdraft.kinds import KINDS
     from jaxdraft.nn.decoder import DecoderTarget
 
     decoder = loaded.target
@@ -232,10 +231,7 @@ def assemble(loaded: Any, folder: Path, *, name: str | None = None, blocked: boo
             config=loaded.drafter_config,
             dtype=jax.tree.leaves(loaded.drafter.params["norm"])[0].dtype,
         )
-        if loaded.drafter_kind == "mtp":
-            drafter = MtpDrafter(mtp=loaded.drafter, **shared)
-        else:
-            drafter = BlockDrafter.of(backbone=loaded.drafter, **shared)
+        drafter = KINDS[loaded.drafter_kind].make(loaded.drafter, **shared)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     info = ModelInfo(
         name=name or folder.resolve().name,

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jaxdraft.base import Drafter, Target, full_drafter
 from jaxdraft.config import (
     AttentionConfig,
-    BlockDrafterConfig,
-    DrafterConfig,
     LayerKind,
-    MtpConfig,
     TargetConfig,
 )
+from jaxdraft.kinds import drafter_cost
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK, DecoderTarget
 from jaxdraft.state.budget import (
@@ -27,10 +25,8 @@ from jaxdraft.state.budget import (
     Costs,
     DrafterCost,
     Fixed,
-    Mirrored,
     Plan,
     Sliding,
-    Windowed,
     divide,
     format_bytes,
     parse_memory,
@@ -209,27 +205,6 @@ def target_costs(
     )
 
 
-def drafter_cost(config: DrafterConfig, itemsize: int) -> DrafterCost:
-    """How a drafter is billed: by rings if it has a window, else per target page.
-
-    Args:
-      config: the drafter.
-      itemsize: bytes of one number of *its* keys and values: a bfloat16 drafter stays one beside
-        any target.
-    """
-    cache = Cache(
-        layers=config.layers if isinstance(config, BlockDrafterConfig) else 1,
-        kv_heads=config.attention.kv_heads,
-        head_dim=config.attention.head_dim,
-        itemsize=itemsize,
-    )
-    if isinstance(config, MtpConfig):
-        return Mirrored(cache=cache)
-    if config.windowed:
-        return Windowed(cache=cache, window=config.attention.window, block=config.block_size)
-    return Mirrored(cache=cache, block=config.block_size)
-
-
 def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
     """Bytes of ``part.init(batch, capacity)``, which is not run."""
     state = jax.eval_shape(lambda: part.init(batch, capacity))
@@ -248,7 +223,7 @@ def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[s
     weights, cost = target.weight_bytes, None
     if drafter is not None:
         weights += drafter.weight_bytes
-        assert isinstance(drafter.config, BlockDrafterConfig | MtpConfig)
+        assert drafter.config is not None and not isinstance(drafter.config, TargetConfig)
         cost = drafter_cost(drafter.config, jnp.dtype(drafter.dtype).itemsize)
     itemsize = jnp.dtype(target.dtype).itemsize
     costs = target_costs(target.config, itemsize, weights=weights, drafter=cost)

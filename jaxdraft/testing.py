@@ -39,10 +39,9 @@ from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.generate import generate
+from jaxdraft.kinds import block_of
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
-from jaxdraft.nn.dflash2 import DFlash2
-from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state.paged import PagedPool
@@ -286,7 +285,7 @@ def tiny_drafter(
 ) -> BlockDrafter:
     """A random two-layer block drafter for ``target``: block 4, three candidates, window 12."""
     t = target.config
-    dflash2 = kind == "dflash2"
+    own = block_of(kind)
     fields: dict[str, Any] = dict(
         kind=kind,
         vocab_size=t.vocab_size,
@@ -300,20 +299,20 @@ def tiny_drafter(
             rotary_dim=16,
             qk_norm=True,
             scale=0.25,
-            window=12 if dflash2 else -1,
+            window=12 if kind == "dflash2" else -1,
         ),
         mlp_hidden=48,
         norm_eps=1e-6,
         block_size=4,
-        draft_tokens=3 if dflash2 else 4,
+        draft_tokens=own.draft_tokens(4),
         candidates=3,
         rank=8,
         mask_token=5,
         context_length=t.context_length,
-        conv=ConvConfig(taps=2, group=8) if dflash2 else None,
+        conv=ConvConfig(taps=2, group=8) if own.convolves else None,
     )
     config = BlockDrafterConfig(**{**fields, **changes})
-    module = (DFlash2 if dflash2 else DSpark)(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    module = own.module(config, dtype=dtype, rngs=nnx.Rngs(seed))
     if config.draft_vocab_size is not None:  # spread over the whole vocabulary
         spread = np.arange(config.draft_vocab_size) * t.vocab_size // config.draft_vocab_size
         module.vocabulary.set_value(jnp.asarray(spread, jnp.int32))

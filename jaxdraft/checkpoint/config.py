@@ -28,6 +28,7 @@ from jaxdraft.config import (
     MtpConfig,
     TargetConfig,
 )
+from jaxdraft.kinds import block_of
 
 Json = dict[str, Any]
 
@@ -252,7 +253,7 @@ def block_json(
     a = config.attention
     check_block(config, taps, rope)
     json: Json = {
-        "architectures": ["DFlash2DraftModel" if config.kind == "dflash2" else "DSparkDraftModel"],
+        "architectures": [block_of(config.kind).architecture],
         "model_type": "qwen3",
         "dtype": dtype,
         "hidden_size": config.width,
@@ -328,14 +329,15 @@ def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -
     _attention_says(a, config.norm_eps, what, gated=False, qk_norm=True)
     _says(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)
     _says(what, "aux_width", config.aux_width, len(taps) * config.width)
-    drafts = config.block_size - 1 if config.kind == "dflash2" else config.block_size
-    _says(what, "draft_tokens", config.draft_tokens, drafts)
-    if (config.conv is None) != (config.kind == "dspark"):
-        raise ValueError(f"conv is {config.conv}; dflash2 has convolutions, dspark has none")
-    if config.kind == "dspark":
+    own = block_of(config.kind)
+    _says(what, "draft_tokens", config.draft_tokens, own.draft_tokens(config.block_size))
+    if (config.conv is not None) != own.convolves:
+        has = "has convolutions" if own.convolves else "has no convolutions"
+        raise ValueError(f"conv is {config.conv}; {what} {has}")
+    if not own.scales_embedding:
         _says(what, "embedding_scale", config.embedding_scale, 1.0)
-    else:
-        _says(what, "rope", rope.kind, "default")
+    if rope.kind not in own.ropes:
+        _says(what, "rope", rope.kind, own.ropes[0])
 
 
 def _attention_says(

@@ -30,6 +30,7 @@ from jaxdraft.config import (
     MtpConfig,
     TargetConfig,
 )
+from jaxdraft.kinds import block_of
 
 Path = tuple[str | int, ...]
 """Of a parameter in the pure state of a module: ``("layers", 0, "mixer", "qkv", "weight")``."""
@@ -247,18 +248,11 @@ def shape_of(name: str) -> str:
 
 
 def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:
-    width, vocab, rank = config.width, config.draftable, config.rank
+    sizes = {"width": config.width, "vocab": config.draftable, "rank": config.rank}
     if config.draft_vocab_size is not None:
-        yield _one(("vocabulary",), "d2t", vocab, form=Form.OFFSETS)
-    if config.kind == "dflash2":
-        selector = "candidate_selector"
-        projection = f"{selector}.hidden_projection.weight"
-        yield _one(("hidden_projection", "weight"), projection, rank, width)
-        yield _one(("predecessor",), f"{selector}.predecessor_codebook", vocab, rank)
-        yield _one(("successor",), f"{selector}.successor_codebook", vocab, rank)
-    else:
-        for name in ("markov_w1", "markov_w2"):
-            yield _one((name,), f"markov_head.{name}.weight", vocab, rank)
+        yield _one(("vocabulary",), "d2t", config.draftable, form=Form.OFFSETS)
+    for tensor in block_of(config.kind).pairs:
+        yield _one(tensor.path, tensor.name, *(sizes[axis] for axis in tensor.shape))
 
 
 def _one(path: Path, name: str, *shape: int, form: Form = Form.PLAIN) -> Entry:

@@ -45,17 +45,15 @@ from jaxdraft.checkpoint.layout import (
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import Rope, fits, recover
-from jaxdraft.config import MoeConfig
+from jaxdraft.config import DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.kinds import KINDS, blocks, kind_of
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.nn.linear import BlockedLinear
-
-PARTS = (TARGET, "dflash2", "dspark")
-"""Folders of a saved checkpoint."""
 
 MAX_SHARD_BYTES = 4 << 30
 """Bytes of tensors in one file, and what saving holds in host memory at once."""
@@ -153,7 +151,7 @@ def save(
     computed = None if compute_dtype is None else float_dtype(compute_dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
-    check_free(folder, PARTS, overwrite=overwrite)
+    check_free(folder, (TARGET, *blocks()), overwrite=overwrite)
     if int8 and int4:
         raise ValueError("int8 and int4 are both asked for; expected one of them")
     bits = 4 if int4 else 8 if int8 else None
@@ -214,7 +212,7 @@ class _Plan:
         if unknown:
             raise ValueError(f"rope is given for {unknown}; expected {[TARGET, *chosen]}")
         self.parts = {TARGET: self._target(mtp, stop_ids or ())}
-        for kind in PARTS:
+        for kind in blocks():
             if kind in chosen:
                 self.parts[kind] = self._block(chosen[kind])
 
@@ -224,11 +222,8 @@ class _Plan:
         for drafter in drafters:
             if isinstance(drafter, (NoDrafter, NgramDrafter)):
                 continue
-            if isinstance(drafter, MtpDrafter):
-                kind = "mtp"
-            elif isinstance(drafter, BlockDrafter):
-                kind = drafter.config.kind
-            else:
+            kind = kind_of(drafter)
+            if kind is None:
                 raise ValueError(
                     f"a drafter is a {type(drafter).__name__}; expected a BlockDrafter, an "
                     "MtpDrafter, or one without weights"
@@ -238,7 +233,7 @@ class _Plan:
             self._check_shared(drafter, kind)
         return chosen
 
-    def _check_shared(self, drafter: BlockDrafter | MtpDrafter, kind: str) -> None:
+    def _check_shared(self, drafter: Any, kind: DrafterKind) -> None:
         """The drafter's checkpoint has no embedding, no head and no taps: they are the target's."""
         config, params = self.target.config, self.target.decoder.params
         embedding = params["embed"]["weight"]
@@ -250,7 +245,7 @@ class _Plan:
             if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
                 raise ValueError(f"{kind}: the {what} is not the target's, and has no other place")
         shared = ["vocab_size", "width", "context_length"]
-        if isinstance(drafter, BlockDrafter):
+        if KINDS[kind].reads == "aux":
             shared.append("aux_width")
         for field in shared:
             theirs, ours = getattr(drafter.config, field), getattr(config, field)

@@ -149,7 +149,13 @@ class BlockLayer(nnx.Module):
 
 
 class BlockBackbone(nnx.Module):
-    """Context path, layers and final norm. Subclasses add the head that scores the lattice."""
+    """Context path, layers and final norm. Subclasses add the head that scores the lattice.
+
+    Attributes:
+      first_row: the block row that predicts draft 0. With 1, the anchor's row predicts nothing.
+    """
+
+    first_row = 0
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -222,7 +228,7 @@ class BlockBackbone(nnx.Module):
         cos, sin = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, cos, sin, context(i))
-        first = config.first_row
+        first = self.first_row
         return self.norm(x[:, first : first + config.draft_tokens])
 
     def pair_scores(
@@ -239,3 +245,15 @@ class BlockBackbone(nnx.Module):
           [B, K, C, C] float32, predecessor first.
         """
         raise NotImplementedError
+
+    def pair_bias(self, previous: jax.Array) -> jax.Array | None:
+        """Score every token after its predecessor, for kinds trained on the whole vocabulary.
+
+        Args:
+          previous: [...] int32, places in the draft vocabulary, if there is one.
+
+        Returns:
+          [..., V'] float32; None: the kind is trained on the scores of candidates.
+        """
+        del previous
+        return None

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.nn.block_drafter import BlockBackbone
-from jaxdraft.nn.linear import precision
+from jaxdraft.nn.linear import matmul, precision
 
 
 class DSpark(BlockBackbone):
@@ -24,6 +24,11 @@ class DSpark(BlockBackbone):
         self.markov_w2 = nnx.Param(
             jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
         )
+
+    def pair_bias(self, previous: jax.Array) -> jax.Array:
+        """See :meth:`BlockBackbone.pair_bias`."""
+        first = self.codes(self.markov_w1[...], previous)
+        return matmul(first, self.markov_w2[...], out_dtype=jnp.float32)
 
     def pair_scores(
         self, features: jax.Array, previous: jax.Array, candidates: jax.Array

@@ -12,8 +12,6 @@ from jax import lax
 from jaxdraft.base import MASKED
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.decoder import Decoder
-from jaxdraft.nn.dspark import DSpark
-from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.train.blocks import block_features, following
 from jaxdraft.train.optimize import Metrics
@@ -127,9 +125,8 @@ class DraftLoss:
             candidates.reshape(*shape, config.candidates + 1),
         ).reshape(candidates.shape)
         scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs
-        if isinstance(backbone, DSpark):
-            first = backbone.codes(backbone.markov_w1[...], before)
-            bias = matmul(first, backbone.markov_w2[...], out_dtype=jnp.float32)
+        bias = backbone.pair_bias(before)
+        if bias is not None:
             selected = self._mixed(logits + bias, labels, teacher, batch.greedy)
         else:
             # One entry too many: the label's own, or the last candidate that it replaces.
