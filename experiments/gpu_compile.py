@@ -1,4 +1,4 @@
-"""Compile programs for a GPU that is not there, and keep what the compiler says of them.
+"""Compile programs for a GPU that is not there, and keep the reports of the compiler.
 
 XLA compiles for a card from a description of it: no driver, no CUDA library and no GPU is needed,
 only the two packages that hold the compiler (``jax-cuda12-plugin`` and ``jax-cuda12-pjrt``, of the
@@ -63,7 +63,7 @@ class Compiled:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled for a GPU here, in words; None if it can."""
+    """Return the reason why nothing can be compiled for a GPU here, or None if it can."""
     try:
         _topology(CARDS["h200"])
     except Exception as error:  # whatever a missing or ill-fitting plugin raises
@@ -118,7 +118,7 @@ def _topology(card: Card) -> Any:
 
 
 def _largest(folder: str, *patterns: str) -> str:
-    """The largest file of the first pattern that has any: small helper modules have their own."""
+    """Return the largest file of the first pattern that matches: helper modules are smaller."""
     for pattern in patterns:
         if found := sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size):
             return found[-1].read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Count what a compiled program does: launches, CUDA graphs, waits for the host, bytes.
 
-The list of thunks says what is launched and what is inside a CUDA graph; every thunk names an
-instruction of the module, which says how many bytes it moves and how often a loop runs. A loop or
+The list of thunks has the launches and the contents of CUDA graphs. Every thunk names an
+instruction of the module, from which follow the bytes it moves and the passes of a loop. A loop or
 a conditional outside of a graph is run by the host, which waits for the device to know its
 predicate. Where the number of passes is not in the program, it follows from the length of the
 text, and :class:`Trips` has it.
@@ -70,7 +70,7 @@ class Thunk:
 
 
 def parse_thunks(text: str) -> list[Thunk]:
-    """The list as a tree.
+    """Return the list as a tree.
 
     Example::
 
@@ -127,7 +127,7 @@ class Program:
         self.weights = weights
 
     def count(self, trips: Trips, part: str | None = None) -> Counts:
-        """Of the whole program, or of one pass of the outermost loop that ``part`` names.
+        """Count the whole program, or one pass of the outermost loop that ``part`` names.
 
         Args:
           trips: passes of the loops of which the compiler does not know them.
@@ -137,7 +137,7 @@ class Program:
         return self._count(thunks, trips, inside=False)
 
     def lines(self, trips: Trips) -> list[tuple[str, Counts]]:
-        """Counts by the source line that a launch comes from, most launches first.
+        """Return counts by the source line that a launch comes from, most launches first.
 
         Args:
           trips: as for :meth:`count`.
@@ -161,7 +161,7 @@ class Program:
         return sorted(found.items(), key=lambda item: -item[1].launches)
 
     def loops(self) -> Iterator[tuple[Thunk, str]]:
-        """The outermost loops and their source lines."""
+        """Return the outermost loops and their source lines."""
         for thunk in self.thunks:
             if thunk.kind == "kWhile":
                 yield thunk, self.module.source(self._instruction(thunk))
@@ -227,5 +227,5 @@ class Program:
 
 
 def _matches(source: str, part: str) -> bool:
-    """Whether ``generate.py:310 body`` is meant by ``generate.py body``."""
+    """Return whether ``generate.py body`` names the line ``generate.py:310 body``."""
     return re.sub(r":\d+", "", source) == part

@@ -24,7 +24,7 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array's or a tuple's shape. Example: ``(bf16[2,3]{1,0}, s4[3])`` has 14."""
+    """Return the bytes of a shape. Example: ``(bf16[2,3]{1,0}, s4[3])`` has 14."""
     bits = 0
     for dtype, sizes in _SHAPE.findall(shape):
         each = _BITS.get(dtype)
@@ -58,7 +58,7 @@ class Instruction:
         return shape_bytes(self.shape)
 
     def attribute(self, key: str) -> str | None:
-        """The value of ``key=%value``."""
+        """Return the value of ``key=%value``."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         return found.group(1) if found else None
 
@@ -109,13 +109,13 @@ class Module:
         return self._by_name[name]
 
     def fused(self, op: Instruction) -> dict[str, Instruction]:
-        """The instructions inside a fusion."""
+        """Return the instructions inside a fusion."""
         called = op.attribute("calls")
         assert called is not None
         return self.computations[called]
 
     def contains(self, op: Instruction, opcode: str) -> bool:
-        """Whether a launch is, or has inside, an instruction of this kind."""
+        """Return whether a launch is, or contains, an instruction of this kind."""
         if op.opcode == opcode:
             return True
         return op.opcode == "fusion" and any(
@@ -123,7 +123,7 @@ class Module:
         )
 
     def source(self, op: Instruction, package: str = "jaxdraft/") -> str:
-        """Where it was written: ``nn/attention.py:118 attend``; "" if not in the package."""
+        """Source line: ``nn/attention.py:118 attend``; "" if not in the package."""
         found = self._frames.innermost(op.rest, package)
         if found or op.opcode != "fusion":
             return found
@@ -131,7 +131,7 @@ class Module:
         return next(filter(None, inner), "")
 
     def parameter(self, op: Instruction) -> int | None:
-        """Number of the program's argument that this is a view of; None if it is computed.
+        """Return the number of the program's argument that this views; None if it is computed.
 
         Follows bitcasts, and the operands of loops, whose carried arguments keep their places.
         """
@@ -155,7 +155,7 @@ class Module:
                 return None
 
     def moved(self, op: Instruction) -> tuple[int, int]:
-        """Bytes that one launch reads and writes."""
+        """Return the bytes that one launch reads and writes."""
         if op.opcode == "fusion":
             inner = self.fused(op)
             return sum(_read(inner)), sum(_written(inner))
@@ -173,7 +173,7 @@ class Module:
 
 
 def _parse(name: str, text: str, root: bool, computation: str) -> Instruction | None:
-    """``f32[8]{0} add(%a, %b), metadata=...``; None for what is no instruction."""
+    """Parse ``f32[8]{0} add(%a, %b), metadata=...``; None if the line is not an instruction."""
     if text.startswith("("):
         end = _closing(text, 0)
         shape, text = text[: end + 1], text[end + 2 :]
@@ -190,7 +190,7 @@ def _parse(name: str, text: str, root: bool, computation: str) -> Instruction | 
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` closes."""
+    """Return the position at which the parenthesis that opens at ``start`` closes."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -207,7 +207,7 @@ def _called(op: Instruction) -> list[str]:
 
 
 def _read(inner: dict[str, Instruction]) -> Iterator[int]:
-    """Bytes read of every parameter of a fusion: of those that are sliced, the slices."""
+    """Return the bytes read per parameter of a fusion: only the slices of sliced ones."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for op in inner.values():
         for name in op.operands:
@@ -233,7 +233,7 @@ def _read(inner: dict[str, Instruction]) -> Iterator[int]:
 
 
 def _written(inner: dict[str, Instruction]) -> Iterator[int]:
-    """Bytes written of every result of a fusion: of arrays updated in place, the updates."""
+    """Return the bytes written per result of a fusion: only the updates if made in place."""
     root = next(op for op in inner.values() if op.root)
     results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
     for op in results:
@@ -257,7 +257,7 @@ class _Frames:
         self.locations, self.frames = table("FileLocations"), table("StackFrames")
 
     def innermost(self, metadata: str, package: str) -> str:
-        """File, line and function of the innermost frame inside the package."""
+        """Return file, line and function of the innermost frame inside the package."""
         frame = _number(metadata, "stack_frame_id")
         while frame in self.frames:
             text = self.frames[frame]

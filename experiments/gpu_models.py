@@ -46,7 +46,7 @@ class Case:
 
 
 def config_27b(layers: int, context: int) -> TargetConfig:
-    """The 27B hybrid with some of its layers and a rotary table for ``context`` positions."""
+    """Return the 27B hybrid with some of its layers and ``context`` rotary positions."""
     whole = replace(target_27b(), context_length=context)
     if layers == len(whole.layers):
         return whole
@@ -59,7 +59,7 @@ def config_27b(layers: int, context: int) -> TargetConfig:
 def model_27b(
     config: TargetConfig, drafter: str, dtype: DTypeLike
 ) -> tuple[DecoderTarget, Drafter]:
-    """Shapes of a target and its drafter, "none" for one that proposes nothing."""
+    """Return shapes of a target and its drafter; "none" is one that proposes nothing."""
 
     def make() -> tuple[DecoderTarget, Drafter]:
         target = DecoderTarget.of(Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -69,7 +69,7 @@ def model_27b(
 
 
 def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
-    """A plain step (one row) or a verify window: logits, the best tokens, and a commit."""
+    """Run a plain step (one row) or a verify window: logits, the best tokens, and a commit."""
     state = jax.eval_shape(lambda: target.init(1, capacity))
 
     def run(
@@ -90,7 +90,7 @@ def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
 
 
 def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules) -> Case:
-    """One round, as :func:`jaxdraft.stream` calls it."""
+    """Run one round, as :func:`jaxdraft.stream` does."""
 
     start = functools.partial(rounds.prefill, capacity=capacity, chunk=16)
     state, _ = jax.eval_shape(start, target, drafter, _integers(1, 16), _integers(1), rules)
@@ -110,7 +110,7 @@ def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules
 
 
 def greedy_rules() -> Rules:
-    """One row, greedily."""
+    """Return the rules of one greedy row."""
     number = jnp.zeros((1,), jnp.int32)
     return jax.eval_shape(lambda: Rules(number.repeat(STOPS)[None], number, number, number))
 
@@ -120,7 +120,7 @@ PROGRAMS = ("step", "verify", "round:mtp", "round:dflash2", "round:dspark")
 
 
 def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
-    """The program of a name, at the geometry of 27B with ``layers`` layers.
+    """Return the program of a name, at the geometry of 27B with ``layers`` layers.
 
     Args:
       name: one of ``PROGRAMS``.
@@ -150,7 +150,7 @@ def _weights(*trees: Any) -> range:
 
 
 def _trips(rows: int, drafts: int, length: int, source: str) -> int:
-    """Passes of a loop that depend on the length of the text or on what the drafter proposes."""
+    """Return the passes of a loop that depend on the length of the text or on the proposal."""
     if source.startswith("nn/attention.py"):
         return -(-(length + rows) // paged.CHUNK)
     if source.startswith("draft/mtp.py"):
@@ -159,7 +159,7 @@ def _trips(rows: int, drafts: int, length: int, source: str) -> int:
 
 
 def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: int) -> int:
-    """Weights once, keys and values in use once, recurrent states read once and written once.
+    """Return the bytes of weights, keys and values once, and of recurrent states twice.
 
     An MTP head runs once per draft and reads the target's head every time.
     """
@@ -183,12 +183,12 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
 
 
 def _cached(shape: Any, dtype: DTypeLike, length: int) -> int:
-    """Bytes of the keys and values of one layer."""
+    """Return the bytes of the keys and values of one layer."""
     return 2 * shape.kv_heads * shape.head_dim * length * jnp.dtype(dtype).itemsize
 
 
 def _size(tree: Any) -> int:
-    """Bytes of the arrays that a program reads in full."""
+    """Return the bytes of the arrays that a program reads in full."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return sum(
         x.size * x.dtype.itemsize

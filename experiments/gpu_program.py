@@ -48,7 +48,7 @@ def rows_of(
     dtype: str | None,
     lines: int,
 ) -> list[list[str]]:
-    """Table rows of one program, compiled once for all lengths."""
+    """Return the table rows of one program, compiled once for all lengths."""
     target = CARDS[card]
     program_case = case(
         name, layers=layers, dtype=jnp.dtype(dtype or target.dtype), capacity=capacity

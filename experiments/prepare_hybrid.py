@@ -64,7 +64,7 @@ RMS_NORM_EPS = 1e-6
 
 
 def size(default: int, text: str) -> Any:
-    """A field of ``Geometry``; the text describes its command line option."""
+    """Return a field of ``Geometry``; the text describes its command line option."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
@@ -140,7 +140,7 @@ def write_tokenizer(out: Path, context: int) -> None:
 
 
 def target_config(geometry: Geometry) -> Any:
-    """Configuration of the target, with a vision tower as small as the class allows."""
+    """Return the target's configuration, with a vision tower as small as the class allows."""
     from transformers import Qwen3_5Config
 
     # Rotary frequencies are divided among time, height and width; text uses all in the same way.
@@ -230,7 +230,7 @@ def write_target(geometry: Geometry, seed: int, out: Path) -> None:
 
 
 def drafter_config(geometry: Geometry) -> dict[str, Any]:
-    """Content of the drafter's config.json."""
+    """Return the content of the drafter's config.json."""
     return {
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
@@ -260,7 +260,7 @@ def drafter_config(geometry: Geometry) -> dict[str, Any]:
 
 
 def drafter_tensors(geometry: Geometry) -> dict[str, torch.Tensor]:
-    """Random weights of the drafter; embedding and output matrix are those of the target."""
+    """Return random weights of the drafter, with the target's embedding and output matrix."""
     hidden = geometry.hidden
     query_rows = geometry.heads * geometry.head_size
     kv_rows = geometry.kv_heads * geometry.head_size

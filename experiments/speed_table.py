@@ -192,7 +192,7 @@ class ReplayDrafter:
         return state, replace(proposal, tokens=token, support=None), info
 
     def step(self, state: ReplayState, feed: Feed) -> tuple[ReplayState, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
+        """Run ``ingest``, then ``propose``."""
         return self.propose(self.ingest(state, feed), feed)
 
 
