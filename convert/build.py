@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -14,13 +15,68 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from convert.artifact.graph import FLOATS
 from convert.errors import ArtifactError
-from convert.recipes import PackedBytes, Piece, Quantized, Recipe, Scales
-from jaxdraft.config import DrafterConfig, TargetConfig
-from jaxdraft.nn.linear import Frozen, Linear, PackedLinear, Structure
+from convert.recipes import Recipe, Recipes
+from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.dflash2 import DFlash2
+from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.linear import Frozen, Structure
+from jaxdraft.nn.mtp import Mtp
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """A module without numbers: the shape and dtype of every parameter, and how it is made."""
+
+    structure: Structure
+    wanted: Mapping[tuple[str | int, ...], jax.ShapeDtypeStruct]
+    recipes: Recipes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A converted artifact.
+
+    Attributes:
+      target_config: the target's description.
+      target: its module, split.
+      drafter_kind: which drafter there is, if any.
+      drafter_config: the drafter's description.
+      drafter: its module, split. It holds no embedding and no head: those are the target's.
+      eos_token_ids: tokens that end a sequence.
+      bos_token_id, pad_token_id: as configured, or None.
+      context_length: the longest sequence.
+      model_type: ``model.type`` of the configuration.
+      vocab_size: V.
+      page_size, max_batch: of the engine's section, or None.
+      folder: where it came from.
+      stored_bytes: bytes read from disk, for ``"target"`` and ``"drafter"``.
+      weight_bytes: bytes of the arrays, likewise.
+      warnings: what the files ask for and do not get.
+    """
+
+    target_config: TargetConfig
+    target: Frozen[Decoder]
+    drafter_kind: DrafterKind | None
+    drafter_config: DrafterConfig | None
+    drafter: Frozen[DFlash2] | Frozen[DSpark] | Frozen[Mtp] | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    context_length: int
+    model_type: str
+    vocab_size: int
+    page_size: int | None
+    max_batch: int | None
+    folder: pathlib.Path
+    stored_bytes: Mapping[str, int]
+    weight_bytes: Mapping[str, int]
+    warnings: tuple[str, ...] = ()
+
 
 Path = tuple[str | int, ...]
+
 Progress = Callable[[int, int, str], None]
 
 _ALIGNMENT = 64
@@ -60,66 +116,6 @@ def abstract(
             shape = (config.context_length, *table.shape[1:])
             table.set_value(jax.ShapeDtypeStruct(shape, table.dtype))
     return made
-
-
-def pack(
-    module: nnx.Module, recipes: Mapping[Path, Recipe], dtype: DTypeLike
-) -> dict[Path, Recipe]:
-    """Put a ``PackedLinear`` where ``module`` has a ``Linear`` whose source is packed alike.
-
-    That is: every piece comes from MatMulNBits with the same bits, block and type of scales, and
-    none has zero points. Everything else is dequantized on load as without packing: the head and
-    the embedding, which target and drafter share as one array, and the experts of a MoE.
-
-    Args:
-      module: an abstract module; changed in place.
-      recipes: of its parameters.
-      dtype: of its products.
-
-    Returns:
-      The recipes of the changed module.
-    """
-    packed: dict[Path, Recipe] = {}
-    for path, recipe in recipes.items():
-        parts = _alike(recipe) if path[-1] == "weight" and path != ("head", "weight") else None
-        parent: Any = module
-        for key in path[:-2]:
-            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
-        if parts is None or not isinstance(getattr(parent, str(path[-2])), Linear):
-            packed[path] = recipe
-            continue
-        made = {
-            "weight_q": _below([PackedBytes(part) for part in parts]),
-            "scales": _below([Scales(part) for part in parts]),
-        }
-        first = parts[0]
-        linear = PackedLinear(
-            jax.ShapeDtypeStruct(made["weight_q"].shape, np.uint8),
-            jax.ShapeDtypeStruct(made["scales"].shape, FLOATS[first.scales.data_type]),
-            bits=first.blocks.bits,
-            block=first.blocks.block,
-            inputs=first.blocks.width,
-            dtype=dtype,
-        )
-        setattr(parent, str(path[-2]), linear)
-        packed |= {(*path[:-1], name): each for name, each in made.items()}
-    return packed
-
-
-def _below(pieces: Sequence[Piece]) -> Recipe:
-    """Pieces that differ in their first axis alone, one below the other."""
-    height = sum(piece.shape[0] for piece in pieces)
-    return Recipe.stack((height, *pieces[0].shape[1:]), pieces)
-
-
-def _alike(recipe: Recipe) -> list[Quantized] | None:
-    """The pieces, if they can stand one below the other in a ``PackedLinear``."""
-    parts = [piece for piece in recipe.pieces if isinstance(piece, Quantized)]
-    if len(parts) < len(recipe.pieces) or len({(p.blocks, p.scales.data_type) for p in parts}) != 1:
-        return None
-    blocks = parts[0].blocks
-    implied = not blocks.signed and blocks.zero == 1 << (blocks.bits - 1)
-    return parts if implied and all(p.zeros is None for p in parts) else None
 
 
 def split(module: nnx.Module) -> tuple[Structure, dict[Path, jax.ShapeDtypeStruct]]:
@@ -225,3 +221,44 @@ def _nest(leaves: Mapping[Path, Any]) -> dict:
 
 def _dotted(path: Path) -> str:
     return ".".join(str(key) for key in path)
+
+
+def recipe_bytes(recipes: Recipes) -> int:
+    """Bytes on disk of all tensors used, each counted once."""
+    tensors = {
+        tensor.name: tensor.nbytes
+        for recipe in recipes.values()
+        for piece in recipe.pieces
+        for tensor in piece.tensors
+    }
+    return sum(tensors.values())
+
+
+def fill_shells(
+    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
+) -> tuple[dict[str, Frozen], dict[str, int], dict[str, int]]:
+    """Frozen modules by name, and of each the bytes on disk and the bytes of its arrays.
+
+    Args:
+      shells: modules without numbers, by name.
+      progress: as in :func:`jaxdraft.load`, over all of them together.
+    """
+    stored = {name: recipe_bytes(shell.recipes) for name, shell in shells.items()}
+    weights = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
+        for name, shell in shells.items()
+    }
+    recipes = [recipe for shell in shells.values() for recipe in shell.recipes.values()]
+    total, so_far = sum(recipe.nbytes for recipe in recipes), 0
+
+    def done(nbytes: int, label: str) -> None:
+        nonlocal so_far
+        so_far += nbytes
+        if progress is not None:
+            progress(so_far, total, label)
+
+    frozen = {
+        name: fill(shell.structure, shell.wanted, shell.recipes, done)
+        for name, shell in shells.items()
+    }
+    return frozen, stored, weights

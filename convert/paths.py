@@ -1,4 +1,4 @@
-"""Names of files in an artifact, taken from files that anybody may have written."""
+"""Names of files and folders that other programs wrote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import stat
 from pathlib import Path
 
 from convert.errors import ArtifactError
+from jaxdraft.checkpoint.layout import TARGET
+
+GENAI_CONFIG = "genai_config.json"
+"""The file that makes a folder an artifact."""
+
+CONFIG = "config.json"
+"""The file that makes a folder a checkpoint."""
 
 _DRIVE = re.compile(r"^[A-Za-z]:")
+
 _MAX_NAME = 1024
 
 
@@ -61,3 +69,27 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def locate(folder: Path, location: str, file: str, where: str) -> Path:
+    """The regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
+
+    One link out of the folder is followed: a snapshot of the Hugging Face cache,
+    ``models--x/snapshots/revision``, consists of links into ``models--x/blobs``.
+    """
+    real = Path(os.path.realpath(folder))
+    path = real / location
+    plain = bool(location) and os.path.basename(location) == location and "\0" not in location
+    if plain and real.parent.name == "snapshots" and path.is_symlink():
+        blob = Path(os.path.realpath(path))
+        if blob.parent == real.parent.parent / "blobs" and blob.is_file():
+            return blob
+    return contained(folder, location, file, where)
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a checkpoint and no ONNX artifact."""
+    folder = Path(folder)
+    if (folder / GENAI_CONFIG).exists():
+        return False
+    return (folder / CONFIG).is_file() or (folder / TARGET / CONFIG).is_file()

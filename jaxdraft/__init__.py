@@ -23,6 +23,7 @@ from jaxdraft.base import (
     Target,
     TargetOutput,
 )
+from jaxdraft.data import EMBEDDED, SMOLLM2_DRAFTER
 from jaxdraft.draft import lattice
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.confident import ConfidentDrafter
@@ -31,7 +32,8 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.kernels.choice import with_kernels
-from jaxdraft.model import EMBEDDED, SMOLLM2_DRAFTER, LoadWarning, Model, ModelInfo, load
+from jaxdraft.load import LoadWarning, inspect, load
+from jaxdraft.model import Model, ModelInfo
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling
@@ -77,6 +79,7 @@ __all__ = [
     "Target",
     "TargetOutput",
     "generate",
+    "inspect",
     "lattice",
     "load",
     "plan",

@@ -20,8 +20,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text as Styled
 
+from jaxdraft.data import EMBEDDED
 from jaxdraft.generate import Event, Output, generate, stream
-from jaxdraft.model import EMBEDDED, Model, load
+from jaxdraft.load import drafter_kinds, load
+from jaxdraft.load import inspect as inspect_folder
+from jaxdraft.model import Model
 from jaxdraft.plan import Plan
 from jaxdraft.plan import plan as make_plan
 from jaxdraft.sampling import Proposals, Sampling
@@ -89,8 +92,6 @@ def inspect(
     ] = None,
 ) -> None:
     """Say what a model is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
-    from convert import inspect_folder
-
     with _friendly():
         if memory is None and (max_batch, context, page_size) != (None, None, None):
             raise ValueError("--max-batch, --context and --page-size go with --memory")
@@ -202,15 +203,12 @@ def save(
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
 ) -> None:
     """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
-    from convert.checkpoint.folders import is_checkpoint, plan_checkpoint
     from jaxdraft.checkpoint import save as save_checkpoint
 
     with _friendly():
         model, _ = _load(folder, None)
-        others = []
-        if is_checkpoint(folder):
-            kinds = plan_checkpoint(folder, "none").drafters
-            others = [_load(folder, None, k)[0].drafter for k in kinds if k != model.info.drafter]
+        kinds = [kind for kind in drafter_kinds(folder) if kind != model.info.drafter]
+        others = [_load(folder, None, kind)[0].drafter for kind in kinds]
         done = save_checkpoint(
             model, out, drafters=others, dtype=dtype, int8=int8, int4=int4, overwrite=overwrite
         )

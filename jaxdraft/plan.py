@@ -18,6 +18,7 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.kinds import drafter_cost
+from jaxdraft.load import inspect
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK, DecoderTarget
 from jaxdraft.state.budget import (
@@ -213,9 +214,7 @@ def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
 
 def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[str, Any]]:
     """Costs of an artifact or a checkpoint at its own dtypes, and its own defaults."""
-    from convert import inspect_folder  # the converter depends on this package, not the reverse
-
-    report = inspect_folder(folder, named)
+    report = inspect(folder, named)
     target, drafter = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):
         listed = "; ".join(str(problem) for problem in report.problems)

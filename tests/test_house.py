@@ -21,14 +21,11 @@ LONGEST_BODY = 60  # lines of a function, its docstring not counted
 # What breaks a rule today. The lists may only get shorter.
 LONG_FILES = {
     "convert/artifact/genai_config.py",
-    "convert/checkpoint/folders.py",
-    "convert/checkpoint/config.py",
-    "convert/artifact/parts.py",
     "jaxdraft/generate.py",
 }
 LONG_BODIES = {
     "convert.artifact.mtp.plan_mtp",
-    "convert.artifact.parts.attention",
+    "convert.artifact.attention.attention",
     "jaxdraft.checkpoint.config.target_json",
     "jaxdraft.draft.mtp.MtpDrafter.propose",
     "jaxdraft.kernels.attention._share_kernel",
@@ -36,7 +33,6 @@ LONG_BODIES = {
 }
 CYCLES = {
     frozenset({"jaxdraft.engine.engine", "jaxdraft.engine.request"}),
-    frozenset({"convert.checkpoint.folders", "jaxdraft.model"}),
     frozenset({"jaxdraft.kernels.attention", "jaxdraft.nn.attention"}),
     frozenset({"jaxdraft.kernels.delta_net", "jaxdraft.nn.delta_net"}),
 }

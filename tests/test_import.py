@@ -52,3 +52,14 @@ def test_names_that_do_not_exist() -> None:
     with pytest.raises(AttributeError, match="module 'jaxdraft' has no attribute 'checkpoints'"):
         _ = jaxdraft.checkpoints  # type: ignore[attr-defined]
     assert not hasattr(jaxdraft, "__wrapped__")
+
+
+def test_a_checkpoint_is_read_without_onnx() -> None:
+    """The other wing, which reads graphs, is not imported either."""
+    code = """
+import sys, jaxdraft
+model = jaxdraft.load(jaxdraft.EMBEDDED)
+assert jaxdraft.inspect(jaxdraft.EMBEDDED).loads
+print([name for name in sys.modules if name == "onnx" or name.startswith("convert.artifact")])
+"""
+    assert printed(code).strip() == "[]"

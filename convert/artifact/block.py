@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 
+from convert.artifact.attention import (
+    Tables,
+    attention_core,
+    count_layers,
+    paged_lengths,
+    rotary_tables,
+)
+from convert.artifact.feed_forward import mlp
 from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection
-from convert.artifact.graph import BFLOAT16, FLOAT, FLOAT16, INT32, INT64, Graph
-from convert.artifact.parts import (
+from convert.artifact.graph import Graph
+from convert.artifact.products import (
     Io,
     Norm,
-    Recipes,
-    Tables,
     agree,
-    attention_core,
     cast,
-    count_layers,
     embedding,
     io_input,
     linear,
     lone,
-    mlp,
-    paged_lengths,
     rms_norm,
-    rotary_tables,
-    shortest,
 )
+from convert.artifact.quantized import Quantized
 from convert.artifact.walk import Call, Walk, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.recipes import Dense, Matrix, Piece, Quantized, Recipe
+from convert.recipes import Dense, Matrix, Piece, Recipe, Recipes, shortest
+from convert.tensors import BFLOAT16, FLOAT, FLOAT16, INT32, INT64
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig, MlpConfig, MtpConfig
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from convert.artifact.block import DrafterPlan
 from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection, SharedTensor
-from convert.artifact.graph import Graph, Tensor, Value, type_name
+from convert.artifact.graph import Graph, Value
 from convert.artifact.target import TargetPlan
 from convert.errors import Problems
 from convert.recipes import Matrix
+from convert.tensors import Tensor, type_name
 from jaxdraft.config import BlockDrafterConfig
 
 

@@ -6,11 +6,12 @@ import dataclasses
 
 from convert.artifact.block import BlockReader, DrafterPlan
 from convert.artifact.genai_config import ArtifactConfig, DrafterSection
-from convert.artifact.graph import FLOAT, Graph, Tensor
-from convert.artifact.parts import Recipes, cast, linear, rms_norm
+from convert.artifact.graph import Graph
+from convert.artifact.products import cast, linear, rms_norm
 from convert.artifact.walk import Call, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.recipes import Plain, Recipe
+from convert.recipes import Plain, Recipe, Recipes
+from convert.tensors import FLOAT, Tensor
 from jaxdraft.config import ConvConfig
 
 TAPS = 2

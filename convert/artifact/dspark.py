@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from convert.artifact.block import BlockReader, DrafterPlan
 from convert.artifact.genai_config import ArtifactConfig, DrafterSection
-from convert.artifact.graph import FLOAT, Graph
-from convert.artifact.parts import Recipes, cast, rms_norm
+from convert.artifact.graph import Graph
+from convert.artifact.products import cast, rms_norm
 from convert.errors import Problems
-from convert.recipes import Recipe
+from convert.recipes import Recipe, Recipes
+from convert.tensors import FLOAT
 
 
 def plan_dspark(

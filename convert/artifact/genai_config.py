@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.checkpoint.shards import read_json
 from convert.errors import ArtifactError, Problems
-from convert.paths import contained
+from convert.json_reader import read_json
+from convert.paths import GENAI_CONFIG, contained
 from convert.unused import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -29,7 +29,7 @@ from convert.unused import (
 )
 from jaxdraft.config import FULL_ATTENTION, DrafterKind
 
-CONFIG = "genai_config.json"
+CONFIG = GENAI_CONFIG
 _MAX_CONFIG_BYTES = 1 << 24
 _INT32 = 2**31 - 1
 

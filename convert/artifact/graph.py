@@ -7,16 +7,12 @@ shape need), so that nothing can fail later, when memory has been allocated.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import mmap
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
@@ -24,187 +20,31 @@ from onnx import AttributeProto, TensorProto
 
 from convert.errors import ArtifactError
 from convert.paths import contained
-
-Array = np.ndarray
+from convert.tensors import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT,
+    FLOAT16,
+    INT4,
+    INT32,
+    INT64,
+    NIBBLES,
+    UINT4,
+    UINT8,
+    Array,
+    DataFiles,
+    Place,
+    Tensor,
+    decode_bytes,
+    stored_bytes,
+    type_name,
+)
 
 MICROSOFT = "com.microsoft"
+
 _DOMAINS = {"": range(18, 27), MICROSOFT: range(1, 2)}
+
 _MAX_GRAPH_BYTES = 1 << 30
-
-FLOAT, UINT8, FLOAT16, BFLOAT16 = (
-    TensorProto.FLOAT,
-    TensorProto.UINT8,
-    TensorProto.FLOAT16,
-    TensorProto.BFLOAT16,
-)
-INT8, INT32, INT64 = TensorProto.INT8, TensorProto.INT32, TensorProto.INT64
-INT4, UINT4 = TensorProto.INT4, TensorProto.UINT4
-FLOATS: dict[int, np.dtype] = {
-    FLOAT: np.dtype(np.float32),
-    FLOAT16: np.dtype(np.float16),
-    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-}
-"""ONNX float types that hold weights, and their numpy dtypes."""
-
-_DTYPES: dict[int, np.dtype] = {
-    **FLOATS,
-    UINT8: np.dtype(np.uint8),
-    INT32: np.dtype(np.int32),
-    INT64: np.dtype(np.int64),
-}
-_STORED = {**_DTYPES, INT8: np.dtype(np.int8)}
-"""What a tensor can be; int8 in checkpoints alone."""
-
-_NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
-
-
-def type_name(data_type: int) -> str:
-    """``1`` -> ``"FLOAT"``."""
-    try:
-        return TensorProto.DataType.Name(data_type)
-    except ValueError:
-        return f"type {data_type}"
-
-
-def stored_bytes(data_type: int, shape: Iterable[int]) -> int:
-    """Bytes of a stored tensor; two elements share a byte in INT4 and UINT4, the last may be alone.
-
-    Example: five INT4 elements take three bytes.
-    """
-    elements = math.prod(shape)
-    if data_type in _NIBBLES:
-        return (elements + 1) // 2
-    return elements * _STORED[data_type].itemsize
-
-
-def unpack_nibbles(packed: Array, count: int, *, signed: bool) -> Array:
-    """Elements of a packed 4-bit tensor, low nibble first, one a byte: [count].
-
-    Example: ``0xF8`` is (-8, -1) signed and (8, 15) unsigned.
-    """
-    pair = np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(-1)[:count]
-    if not signed:
-        return pair
-    return (pair.astype(np.int8) ^ 8) - np.int8(8)
-
-
-class DataFiles:
-    """The data files of one folder, each mapped once however many graphs point into it."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._lock = threading.Lock()
-
-    def size(self, path: Path) -> int:
-        """Bytes in the file. No map is made."""
-        return path.stat().st_size
-
-    def view(self, path: Path, offset: int, length: int) -> Array:
-        """Bytes [length] of the file, as a read-only view of the map."""
-        if length == 0:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(self._map(path), np.uint8, length, offset)
-
-    def drop(self, path: Path, offset: int, length: int) -> None:
-        """Let go of the resident pages of a range. They come back from disk if touched again."""
-        held = self._maps.get(path)
-        if held is None or not hasattr(held, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        # Only whole pages: the first and last may hold a neighbour's bytes, which costs at most a
-        # page fault, never a value.
-        page = mmap.PAGESIZE
-        start = offset // page * page
-        end = min(-(-(offset + length) // page) * page, len(held))
-        if end > start:
-            held.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-    def close(self) -> None:
-        """Unmap what no view holds any more."""
-        for held in self._maps.values():
-            with contextlib.suppress(BufferError):  # a view lives on; the map goes with it
-                held.close()
-        self._maps.clear()
-
-    def _map(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            held = self._maps.get(path)
-            if held is None:
-                with open(path, "rb") as file:
-                    held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                if hasattr(held, "madvise") and hasattr(mmap, "MADV_WILLNEED"):
-                    held.madvise(mmap.MADV_WILLNEED)
-                self._maps[path] = held
-            return held
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes lie in a data file."""
-
-    path: Path
-    location: str  # as the graph spells it
-    offset: int
-    length: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tensor:
-    """A stored tensor. Reading it maps its bytes; nothing is copied that need not be."""
-
-    name: str
-    data_type: int
-    shape: tuple[int, ...]
-    file: str  # of the graph, for messages
-    place: Place | None  # None: inline
-    inline: Array | None  # decoded values, when inline
-    files: DataFiles
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        if self.place is not None:
-            return self.place.length
-        return stored_bytes(self.data_type, self.shape)
-
-    def read(self) -> Array:
-        """The values in the tensor's own dtype and shape; 4-bit types one element a byte.
-
-        A view of the map where bytes can be used as they are; read-only.
-        """
-        if self.inline is not None:
-            return self.inline
-        assert self.place is not None
-        raw = self.files.view(self.place.path, self.place.offset, self.place.length)
-        return _decode(raw, self.data_type, self.shape)
-
-    @property
-    def is_nibbles(self) -> bool:
-        """Whether two elements share a byte."""
-        return self.data_type in _NIBBLES
-
-    def raw(self) -> Array:
-        """The stored bytes of a 4-bit tensor in the graph's data file or in the graph."""
-        if self.inline is not None:
-            nibbles = self.inline.reshape(-1).astype(np.uint8) & 0x0F
-            if nibbles.size % 2:
-                nibbles = np.append(nibbles, np.uint8(0))
-            return nibbles[0::2] | nibbles[1::2] << 4
-        assert self.place is not None
-        return self.files.view(self.place.path, self.place.offset, self.place.length)
-
-    def release(self, start: int = 0, length: int | None = None) -> None:
-        """Drop the resident pages of this tensor, or of a range of its bytes."""
-        if self.place is not None:
-            size = self.place.length - start if length is None else length
-            self.files.drop(self.place.path, self.place.offset + start, size)
-
-
-def _decode(raw: Array, data_type: int, shape: tuple[int, ...]) -> Array:
-    if data_type in _NIBBLES:
-        values = unpack_nibbles(raw, math.prod(shape), signed=data_type == INT4)
-        return values.reshape(shape)
-    return raw.view(_STORED[data_type]).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -415,8 +255,8 @@ def _attributes(node: onnx.NodeProto, index: int, file: str, files: DataFiles) -
 def _tensor(proto: TensorProto, file: str, files: DataFiles, *, name: str = "") -> Tensor:
     where = name or f"initializer {proto.name}"
     data_type = proto.data_type
-    if data_type not in _DTYPES and data_type not in _NIBBLES:
-        known = ", ".join(type_name(t) for t in (*_DTYPES, *_NIBBLES))
+    if data_type not in DTYPES and data_type not in NIBBLES:
+        known = ", ".join(type_name(t) for t in (*DTYPES, *NIBBLES))
         raise ArtifactError(file, where, f"data type {type_name(data_type)}", f"one of {known}")
     shape = tuple(proto.dims)
     if any(d < 0 for d in shape) or math.prod(shape) >= 1 << 62:
@@ -492,11 +332,11 @@ def _inline(proto: TensorProto, where: str, shape: tuple[int, ...], file: str) -
                 f"{len(proto.raw_data)} bytes of raw_data",
                 f"{needed} bytes for {type_name(data_type)} {list(shape)}",
             )
-        return _decode(np.frombuffer(proto.raw_data, np.uint8), data_type, shape)
+        return decode_bytes(np.frombuffer(proto.raw_data, np.uint8), data_type, shape)
     field = _FIELDS[data_type]
     numbers = getattr(proto, field)
     # A packed 4-bit element pair takes one entry, every other element one of its own.
-    entries = needed if data_type in _NIBBLES else math.prod(shape)
+    entries = needed if data_type in NIBBLES else math.prod(shape)
     if len(numbers) != entries:
         raise ArtifactError(
             file,
@@ -507,15 +347,15 @@ def _inline(proto: TensorProto, where: str, shape: tuple[int, ...], file: str) -
     if data_type in (FLOAT16, BFLOAT16):  # int32_data holds the bit patterns, not the values
         patterns = np.asarray(numbers, np.int64)
         _in_range(patterns, 0, 0xFFFF, where, file)
-        return patterns.astype(np.uint16).view(_DTYPES[data_type]).reshape(shape)
-    if data_type in _NIBBLES:
+        return patterns.astype(np.uint16).view(DTYPES[data_type]).reshape(shape)
+    if data_type in NIBBLES:
         patterns = np.asarray(numbers, np.int64)
         _in_range(patterns, 0, 0xFF, where, file)
-        return _decode(patterns.astype(np.uint8), data_type, shape)
+        return decode_bytes(patterns.astype(np.uint8), data_type, shape)
     values = np.asarray(numbers, np.float32 if data_type == FLOAT else np.int64)
     if data_type == UINT8:
         _in_range(values, 0, 0xFF, where, file)
-    return values.astype(_DTYPES[data_type]).reshape(shape)
+    return values.astype(DTYPES[data_type]).reshape(shape)
 
 
 def _in_range(values: Array, low: int, high: int, where: str, file: str) -> None:

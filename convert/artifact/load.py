@@ -2,65 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from convert.artifact.parts import Recipes
-from convert.artifact.plan import Plan, Shell, plan_artifact
-from convert.build import fill
-from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
-from jaxdraft.nn.decoder import Decoder
-from jaxdraft.nn.dflash2 import DFlash2
-from jaxdraft.nn.dspark import DSpark
-from jaxdraft.nn.linear import Frozen
-from jaxdraft.nn.mtp import Mtp
+from convert.artifact.plan import Plan, plan_artifact
+from convert.build import Loaded, fill_shells
 
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A converted artifact.
-
-    Attributes:
-      target_config: the target's description.
-      target: its module, split.
-      drafter_kind: which drafter there is, if any.
-      drafter_config: the drafter's description.
-      drafter: its module, split. It holds no embedding and no head: those are the target's.
-      eos_token_ids: tokens that end a sequence.
-      bos_token_id, pad_token_id: as configured, or None.
-      context_length: the longest sequence.
-      model_type: ``model.type`` of the configuration.
-      vocab_size: V.
-      page_size, max_batch: of the engine's section, or None.
-      folder: where it came from.
-      stored_bytes: bytes read from disk, for ``"target"`` and ``"drafter"``.
-      weight_bytes: bytes of the arrays, likewise.
-      warnings: what the files ask for and do not get.
-    """
-
-    target_config: TargetConfig
-    target: Frozen[Decoder]
-    drafter_kind: DrafterKind | None
-    drafter_config: DrafterConfig | None
-    drafter: Frozen[DFlash2] | Frozen[DSpark] | Frozen[Mtp] | None
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    pad_token_id: int | None
-    context_length: int
-    model_type: str
-    vocab_size: int
-    page_size: int | None
-    max_batch: int | None
-    folder: Path
-    stored_bytes: Mapping[str, int]
-    weight_bytes: Mapping[str, int]
-    warnings: tuple[str, ...] = ()
 
 
 def load_artifact(
@@ -83,7 +34,8 @@ def load_artifact(
       dtype: float dtype of weights and activations. Default: the stored one, for the target and
         for the drafter on its own (a bfloat16 drafter stays bfloat16 under a float16 target).
         Rotary tables of the target and the gates of its delta nets are float32 always.
-      packed: keep the matrices of MatMulNBits packed in memory; see :func:`convert.build.pack`.
+      packed: keep the matrices of MatMulNBits packed in memory; see
+        :func:`convert.artifact.pack.pack`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:
@@ -99,47 +51,6 @@ def load_artifact(
         return _build(plan, progress)
     finally:
         plan.files.close()
-
-
-def stored_bytes(recipes: Recipes) -> int:
-    """Bytes on disk of all tensors used, each counted once."""
-    tensors = {
-        tensor.name: tensor.nbytes
-        for recipe in recipes.values()
-        for piece in recipe.pieces
-        for tensor in piece.tensors
-    }
-    return sum(tensors.values())
-
-
-def fill_shells(
-    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
-) -> tuple[dict[str, Frozen], dict[str, int], dict[str, int]]:
-    """Frozen modules by name, and of each the bytes on disk and the bytes of its arrays.
-
-    Args:
-      shells: modules without numbers, by name.
-      progress: as in :func:`jaxdraft.load`, over all of them together.
-    """
-    stored = {name: stored_bytes(shell.recipes) for name, shell in shells.items()}
-    weights = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
-        for name, shell in shells.items()
-    }
-    recipes = [recipe for shell in shells.values() for recipe in shell.recipes.values()]
-    total, so_far = sum(recipe.nbytes for recipe in recipes), 0
-
-    def done(nbytes: int, label: str) -> None:
-        nonlocal so_far
-        so_far += nbytes
-        if progress is not None:
-            progress(so_far, total, label)
-
-    frozen = {
-        name: fill(shell.structure, shell.wanted, shell.recipes, done)
-        for name, shell in shells.items()
-    }
-    return frozen, stored, weights
 
 
 def _dtype_name(dtype: DTypeLike) -> str:

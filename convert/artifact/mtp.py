@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from convert.artifact.attention import attention
 from convert.artifact.block import DrafterPlan
+from convert.artifact.feed_forward import feed_forward
 from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection, Names
-from convert.artifact.graph import FLOAT, INT64, Graph
-from convert.artifact.parts import (
-    Io,
-    Recipes,
-    agree,
-    attention,
-    cast,
-    embedding,
-    feed_forward,
-    io_input,
-    linear,
-    lone,
-    rms_norm,
-)
+from convert.artifact.graph import Graph
+from convert.artifact.products import Io, agree, cast, embedding, io_input, linear, lone, rms_norm
 from convert.artifact.walk import Walk, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.recipes import Recipe
+from convert.recipes import Recipe, Recipes
+from convert.tensors import FLOAT, INT64
 from jaxdraft.config import AttentionConfig, MtpConfig
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,18 +20,17 @@ from convert.artifact.contract import check_contract
 from convert.artifact.dflash2 import plan_dflash2
 from convert.artifact.dspark import plan_dspark
 from convert.artifact.genai_config import ArtifactConfig, DrafterSection, read_config
-from convert.artifact.graph import FLOATS, DataFiles, Graph
+from convert.artifact.graph import Graph
 from convert.artifact.mtp import plan_mtp
-from convert.artifact.parts import Recipes
+from convert.artifact.pack import pack
 from convert.artifact.target import TargetPlan, plan_target
-from convert.build import abstract, check, pack, split
+from convert.build import Shell, abstract, check, split
 from convert.errors import ArtifactError, Problems
+from convert.recipes import Recipes
+from convert.tensors import FLOATS, DataFiles
 from jaxdraft.config import DrafterConfig, TargetConfig
+from jaxdraft.kinds import KINDS
 from jaxdraft.nn.decoder import Decoder
-from jaxdraft.nn.dflash2 import DFlash2
-from jaxdraft.nn.dspark import DSpark
-from jaxdraft.nn.linear import Structure
-from jaxdraft.nn.mtp import Mtp
 
 T = TypeVar("T")
 
@@ -41,16 +39,6 @@ _READERS: Mapping[str, Callable[..., DrafterPlan]] = {
     "dspark": plan_dspark,
     "mtp": plan_mtp,
 }
-_MODULES: Mapping[str, type[nnx.Module]] = {"dflash2": DFlash2, "dspark": DSpark, "mtp": Mtp}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shell:
-    """A module without numbers: the shape and dtype of every parameter, and how it is made."""
-
-    structure: Structure
-    wanted: Mapping[tuple[str | int, ...], jax.ShapeDtypeStruct]
-    recipes: Recipes
 
 
 @dataclasses.dataclass
@@ -95,7 +83,7 @@ def plan_artifact(
     Args:
       folder: the artifact's folder.
       dtype: of the modules; default: the stored one of target and drafter.
-      packed: keep quantized matrices packed where :func:`convert.build.pack` can.
+      packed: keep quantized matrices packed where :func:`convert.artifact.pack.pack` can.
       drafter: "none", or the kind of the one there is. Default: that one, if there is one.
 
     Raises:
@@ -146,7 +134,7 @@ def plan_artifact(
     if found is None:
         return plan
     check_contract(config, section, graph, target, drafter_graph, found, problems)
-    module, compute = _MODULES[section.kind], _dtype(dtype, found.dtype)
+    module, compute = KINDS[section.kind].module, _dtype(dtype, found.dtype)
     plan.drafter_shell = attempt(
         lambda: _shell(drafter_graph, module, found.config, found.recipes, compute, packed)
     )

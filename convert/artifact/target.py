@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 
+from convert.artifact.attention import Mixer, attention, count_layers
+from convert.artifact.delta_net import delta_net
+from convert.artifact.feed_forward import FeedForward, feed_forward
 from convert.artifact.genai_config import CONFIG, ArtifactConfig, Names
-from convert.artifact.graph import FLOAT, FLOATS, INT64, Graph
-from convert.artifact.parts import (
-    FeedForward,
+from convert.artifact.graph import Graph
+from convert.artifact.products import (
     Io,
-    Mixer,
     Norm,
-    Recipes,
     agree,
-    attention,
     cast,
-    count_layers,
-    delta_net,
     embedding,
-    feed_forward,
     io_input,
     linear,
     lone,
     rms_norm,
 )
+from convert.artifact.quantized import Quantized
 from convert.artifact.walk import Walk, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.recipes import Matrix, Quantized, Recipe
+from convert.recipes import Matrix, Recipe, Recipes
+from convert.tensors import FLOAT, FLOATS, INT64
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,

@@ -1,26 +1,24 @@
 """The safetensors files of a checkpoint: names, shapes and places of its tensors.
 
 The headers are read by the ``safetensors`` library, which checks them against the files; the
-numbers stay on disk, mapped, until they are asked for.
+numbers stay on disk, mapped, until they are needed.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from convert.artifact.graph import (
+from convert.errors import ArtifactError
+from convert.json_reader import read_json
+from convert.paths import locate
+from convert.tensors import (
     BFLOAT16,
     FLOAT,
     FLOAT16,
-    FLOATS,
     INT8,
     INT32,
     INT64,
@@ -28,9 +26,8 @@ from convert.artifact.graph import (
     DataFiles,
     Place,
     Tensor,
+    same_numbers,
 )
-from convert.errors import ArtifactError
-from convert.paths import contained
 from convert.unused import Remarks
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 
@@ -52,16 +49,13 @@ _TYPES = {
     "U64": 13,
     "BOOL": 9,
 }
+
 _BYTES = {
     name: 1 if name.startswith("F8") or name == "BOOL" else int(name.lstrip("BFIU")) // 8
     for name in _TYPES
 }
+
 Array = np.ndarray
-
-_MAX_JSON_BYTES = 1 << 26
-
-_COMPARED = 1 << 20
-"""Bytes that are compared at once."""
 
 
 def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, Tensor]:
@@ -98,88 +92,6 @@ def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, 
                 raise ArtifactError(file, f"tensor {name}", "other numbers", expected)
             remarks.note(file, f"tensor {name} is stored a second time; {listed} is read")
     return {name: shards[file][name] for name, file in weight_map.items()}
-
-
-def same_numbers(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, in the coarser of their types if they have two.
-
-    They are read a few rows at a time, and no further than the first difference.
-    """
-    if first.shape != second.shape:
-        return False
-    if first.data_type != second.data_type and not {first.data_type, second.data_type} <= {*FLOATS}:
-        return False
-    digits = {t: ml_dtypes.finfo(dtype).nmant for t, dtype in FLOATS.items()}
-    fine, coarse = sorted((first, second), key=lambda t: -digits.get(t.data_type, 0))
-    rows = max(1, _COMPARED // max(1, first.nbytes // max(1, first.shape[0] if first.shape else 1)))
-    for left, right in zip(_slices(fine, rows), _slices(coarse, rows), strict=True):
-        # Bytes, so that a number that is none equals itself.
-        if left.dtype == right.dtype and left.tobytes() == right.tobytes():
-            continue
-        with np.errstate(over="ignore"):
-            if fine.data_type not in FLOATS or not np.array_equal(left.astype(right.dtype), right):
-                return False
-    return True
-
-
-def _slices(tensor: Tensor, rows: int) -> Iterator[Array]:
-    """The rows of a tensor, some at a time; their pages are dropped once they have been used.
-
-    Numbers of types that no parameter is made of come as bytes.
-    """
-    assert tensor.place is not None
-    count = tensor.shape[0] if tensor.shape else 1
-    width = tensor.nbytes // max(1, count)
-    dtype = FLOATS.get(tensor.data_type, np.dtype(np.uint8))
-    for start in range(0, count, rows):
-        size = min(rows, count - start) * width
-        at = tensor.place.offset + start * width
-        yield tensor.files.view(tensor.place.path, at, size).view(dtype)
-        tensor.release(start * width, size)
-
-
-def read_json(folder: Path, name: str) -> Mapping[str, object]:
-    """The object in a JSON file of ``folder``.
-
-    Raises:
-      ArtifactError: there is no such file, or it holds something else.
-    """
-    path = locate(folder, name, folder.name, name)
-    size = path.stat().st_size
-    if size > _MAX_JSON_BYTES:
-        raise ArtifactError(name, "size", f"{size} bytes", f"at most {_MAX_JSON_BYTES}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(name, "content", str(error)[:120], "JSON") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(name, "content", type(value).__name__, "an object")
-    return value
-
-
-def locate(folder: Path, location: str, file: str, where: str) -> Path:
-    """The regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
-
-    One link out of the folder is followed: a snapshot of the Hugging Face cache,
-    ``models--x/snapshots/revision``, consists of links into ``models--x/blobs``.
-    """
-    real = Path(os.path.realpath(folder))
-    path = real / location
-    plain = bool(location) and os.path.basename(location) == location and "\0" not in location
-    if plain and real.parent.name == "snapshots" and path.is_symlink():
-        blob = Path(os.path.realpath(path))
-        if blob.parent == real.parent.parent / "blobs" and blob.is_file():
-            return blob
-    return contained(folder, location, file, where)
-
-
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
-    return result
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import jaxdraft
 from convert import ArtifactError, inspect_folder
-from convert.artifact.graph import DataFiles
-from convert.checkpoint.folders import load_checkpoint
+from convert.checkpoint.load import load_checkpoint
+from convert.tensors import DataFiles
 from jaxdraft import Model, plan
 from jaxdraft.checkpoint import save
 from jaxdraft.cli import app

@@ -14,7 +14,8 @@ import pytest
 
 import jaxdraft
 from convert import ArtifactError
-from convert.checkpoint.config import read_block, read_target
+from convert.checkpoint.block_config import read_block
+from convert.checkpoint.config import read_target
 from convert.errors import Problems
 from jaxdraft import Model
 from jaxdraft.checkpoint import save

@@ -11,12 +11,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from convert import ArtifactError, load_artifact
-from convert.artifact.dequantize import Blocks, dequantize, unpack_zero_points
-from convert.artifact.graph import DataFiles, Graph
-from convert.artifact.parts import embedding, linear
+from convert.artifact.graph import Graph
+from convert.artifact.products import embedding, linear
+from convert.artifact.quantized import Blocks, dequantize, unpack_zero_points
 from convert.artifact.walk import Walk
 from convert.errors import Problems
 from convert.recipes import Matrix
+from convert.tensors import DataFiles
 from tests.paths import artifact, artifact_names
 
 QUANTIZED = [name for name in artifact_names() if "int4" in name or "int8" in name]
@@ -280,6 +281,6 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Blocks(4, 32, 64, zero=8)
     whole, parts = np.empty((7, 64), np.float32), np.empty((7, 64), np.float32)
     dequantize(pack(values, 4).reshape(7, -1), scales, None, blocks, whole)
-    monkeypatch.setattr("convert.artifact.dequantize._CHUNK_VALUES", 130)
+    monkeypatch.setattr("convert.artifact.quantized._CHUNK_VALUES", 130)
     dequantize(pack(values, 4).reshape(7, -1), scales, None, blocks, parts)
     np.testing.assert_array_equal(parts, whole)

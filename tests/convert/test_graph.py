@@ -12,7 +12,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from convert import ArtifactError
-from convert.artifact.graph import DataFiles, Graph, stored_bytes, unpack_nibbles
+from convert.artifact.graph import Graph
+from convert.tensors import TYPES, DataFiles, stored_bytes, type_name, unpack_nibbles
 
 
 def write_graph(folder: Path, *tensors: TensorProto, nodes: list | None = None, **model) -> Path:
@@ -329,3 +330,9 @@ def test_a_file_is_mapped_once(tmp_path: Path) -> None:
     a, b = first.initializers["w"].read(), second.initializers["w"].read()
     assert a.ctypes.data == b.ctypes.data
     assert not a.flags.writeable
+
+
+def test_numbers_of_types_are_those_of_onnx() -> None:
+    for number, name in TYPES.items():
+        assert onnx.TensorProto.DataType.Value(name) == number
+    assert type_name(onnx.TensorProto.FLOAT) == "FLOAT" and type_name(99) == "type 99"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from convert import inspect_folder
-from convert.artifact.load import fill_shells
-from convert.checkpoint.folders import plan_checkpoint
+from convert.build import fill_shells
+from convert.checkpoint.plan import plan_checkpoint
 from jaxdraft import SMOLLM2_DRAFTER
 from jaxdraft.base import Feed
 from jaxdraft.checkpoint.layout import LLAMA, target_layout

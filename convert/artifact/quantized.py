@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
+
+from convert.recipes import Dense, as_float32, convert_into
+from convert.tensors import Tensor
 
 Array = np.ndarray
 
@@ -126,11 +128,121 @@ def _scaled(
     return grouped.reshape(n, whole)
 
 
-def as_float32(values: Array) -> Array:
-    """Any float dtype promoted to float32, which is exact."""
-    if values.dtype == np.float32:
-        return values
-    if values.dtype == ml_dtypes.bfloat16:  # the upper half of a float32
-        bits = np.left_shift(values.view(np.uint16).astype(np.uint32), 16)
-        return bits.view(np.float32)
-    return values.astype(np.float32)
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A block-quantized matrix [out, in].
+
+    ``packed`` reshapes to [rows, bytes]; ``scales`` to [rows, blocks]; ``zeros`` to [rows, blocks]
+    floats or [rows, bytes] packed.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    blocks: Blocks
+    total: int  # rows of the stored matrix
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, self.blocks.width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        zeros = () if self.zeros is None else (self.zeros,)
+        return (self.packed, self.scales, *zeros)
+
+    def rows(self, start: int, stop: int) -> Quantized:
+        return dataclasses.replace(self, start=self.start + start, stop=self.start + stop)
+
+    def write(self, out: Array) -> None:
+        part = slice(self.start, self.stop)
+        zeros = None
+        if self.zeros is not None:
+            zeros = packed_bytes(self.zeros).reshape(self.total, -1)[part]
+        dequantize(
+            packed_bytes(self.packed).reshape(self.total, -1)[part],
+            self.scales.read().reshape(self.total, -1)[part],
+            zeros,
+            self.blocks,
+            out,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBytes:
+    """The stored bytes of a quantized matrix, [out, blocks, bytes of a block] uint8."""
+
+    matrix: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        blocks = self.matrix.blocks
+        return (self.matrix.shape[0], blocks.count, blocks.row_bytes // blocks.count)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix.packed,)
+
+    def write(self, out: Array) -> None:
+        m = self.matrix
+        stored = packed_bytes(m.packed).reshape(m.total, *self.shape[1:])
+        out[...] = stored[m.start : m.stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scales of a quantized matrix, [out, blocks], as they are stored."""
+
+    matrix: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.matrix.shape[0], self.matrix.blocks.count)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix.scales,)
+
+    def write(self, out: Array) -> None:
+        m = self.matrix
+        convert_into(out, m.scales.read().reshape(m.total, -1)[m.start : m.stop])
+
+
+def packed_bytes(tensor: Tensor) -> Array:
+    """The stored bytes of an integer tensor, two 4-bit elements a byte; floats as they are."""
+    return tensor.raw() if tensor.is_nibbles else tensor.read()
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Matrices of E experts, stored [E, N, K] row by row: dense, or quantized as one of E N rows.
+
+    With ``interleaved`` the stored rows alternate gate and up, and are written gate first.
+    """
+
+    matrix: Dense | Quantized
+    experts: int
+    interleaved: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, width = self.matrix.shape
+        return (self.experts, rows // self.experts, width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.matrix.tensors
+
+    def write(self, out: Array) -> None:
+        rows = self.shape[1]
+        for expert in range(self.experts):
+            part = self.matrix.rows(expert * rows, (expert + 1) * rows)
+            if not self.interleaved:
+                part.write(out[expert])
+                continue
+            whole = np.empty(part.shape, out.dtype)
+            part.write(whole)
+            out[expert, : rows // 2] = whole[0::2]
+            out[expert, rows // 2 :] = whole[1::2]

@@ -1,0 +1,416 @@
+"""Attention parts of a graph, dense and paged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from convert.artifact.genai_config import CONFIG
+from convert.artifact.products import Io, Norm, cast, io_input, linear, rms_norm, split_into
+from convert.artifact.walk import Call, Walk
+from convert.errors import ArtifactError
+from convert.recipes import Matrix, Plain, Recipe, Recipes, shortest
+from convert.tensors import FLOAT, FLOATS, INT32, INT64, Tensor
+from jaxdraft.config import FULL_ATTENTION, AttentionConfig, DeltaNetConfig
+
+_MIXERS = ("GroupQueryAttention", "PagedAttention", "LinearAttention", "GatedDeltaNet")
+
+
+def count_layers(walk: Walk, configured: int, where: str) -> None:
+    """The graph has as many layers as the configuration says: one mixer each."""
+    found = sum(node.op in _MIXERS for node in walk.graph.nodes)
+    if found != configured:
+        raise ArtifactError(
+            CONFIG, f"{where}.num_hidden_layers", configured, f"{found}, the layers of {walk.file}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """The rotary tables [positions, rotary_dim / 2] that a graph uses."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def positions(self) -> int:
+        return self.cos.shape[0]
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.cos.shape[1]
+
+    @property
+    def recipes(self) -> Recipes:
+        return {
+            ("rotary", "cos"): Recipe.of(Plain(self.cos, self.cos.shape)),
+            ("rotary", "sin"): Recipe.of(Plain(self.sin, self.sin.shape)),
+        }
+
+
+def rotary_tables(walk: Walk, cos: str, sin: str, label: str) -> Tables:
+    """Two tables of one shape. They may be stored in float32 beside a narrower body."""
+    dtypes = tuple(FLOATS)
+    first = walk.tensor(cos, f"{label}, cos_cache", shape=(None, None), dtypes=dtypes)
+    second = walk.tensor(sin, f"{label}, sin_cache", shape=first.shape, dtypes=(first.data_type,))
+    return Tables(first, second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """An attention or delta-net part: the value it reads, its shape, its parameters.
+
+    ``bounded``: the runtime keeps no more of its keys than the window shows.
+    """
+
+    source: str
+    config: AttentionConfig | DeltaNetConfig
+    recipes: Recipes
+    tables: Tables | None = None
+    bounded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """What an attention operator says about itself."""
+
+    call: Call
+    heads: int
+    kv_heads: int
+    window: int
+    softcap: float
+    rotary: bool
+
+    def scale(self, head_dim: int) -> float:
+        """The multiplier of q . k; zero stands for the usual one."""
+        return shortest(self.call.attributes["scale"] or head_dim**-0.5)
+
+
+def attention_core(walk: Walk, value: str) -> Core:
+    """``value`` as the output of an attention operator."""
+    call = walk.take(value, "GroupQueryAttention", "PagedAttention")
+    label, a = call.node.label, call.attributes
+    heads, kv_heads = a["num_heads"], a["kv_num_heads"]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ArtifactError(
+            walk.file, label, f"{heads} heads over {kv_heads}", "a positive multiple"
+        )
+    window = a["local_window_size"]
+    if window != FULL_ATTENTION and window < 1:
+        raise ArtifactError(walk.file, f"{label}, local_window_size", window, "-1 or a width")
+    for name in ("scale", "softcap"):
+        if not (a[name] >= 0 and np.isfinite(a[name])):
+            raise ArtifactError(walk.file, f"{label}, {name}", a[name], "zero or more")
+    if bool(call["cos_cache"]) != bool(a["do_rotary"]) or bool(call["sin_cache"]) != bool(
+        call["cos_cache"]
+    ):
+        raise ArtifactError(
+            walk.file,
+            f"{label}, do_rotary",
+            f"{a['do_rotary']} with tables {call['cos_cache']!r} and {call['sin_cache']!r}",
+            "1 with both tables, or 0 without",
+        )
+    if bool(call["key"]) != bool(call["value"]):
+        raise ArtifactError(walk.file, label, "a key or a value alone", "both or neither")
+    return Core(call, heads, kv_heads, window, shortest(a["softcap"]), bool(a["do_rotary"]))
+
+
+def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
+    """``value = o(attention(qkv(x)))``, its output gated by a sigmoid if the layer has gates.
+
+    The order of the rows of the input product is queries (each head's gate after it), keys,
+    values; whether the graph keeps one matrix or three.
+    """
+    attended, out = linear(walk, value, None, width)
+    gate = ""
+    if walk.op(attended) == "Mul":
+        call = walk.take(attended, "Mul")
+        attended = call["a"]
+        gate = walk.take(call["b"], "Sigmoid")["x"]
+    core = attention_core(walk, attended)
+    call, label = core.call, core.call.node.label
+    if out.shape[1] % core.heads:
+        raise ArtifactError(
+            walk.file, label, f"{out.shape[1]} output channels", f"a multiple of {core.heads} heads"
+        )
+    head_dim = out.shape[1] // core.heads
+    query_rows = core.heads * head_dim * (2 if gate else 1)
+    kv_rows = core.kv_heads * head_dim
+    bounded = _attention_state(walk, call, io, layer, core.kv_heads, head_dim)
+    if bounded and core.window == FULL_ATTENTION:
+        raise ArtifactError(
+            walk.file, f"{label}, local_window_size", "none, over a bounded cache", "a width"
+        )
+    tables = (
+        rotary_tables(walk, call["cos_cache"], call["sin_cache"], label) if core.rotary else None
+    )
+
+    if not call["key"]:  # rows of queries, keys and values, side by side
+        if gate:
+            raise ArtifactError(walk.file, label, "packed rows and a gate", "one or the other")
+        source, qkv = linear(walk, call["query"], width, query_rows + 2 * kv_rows)
+        q_norm = k_norm = None
+        matrices = [qkv]
+    else:
+        q, q_norm, q_tables = _heads(walk, call["query"], io, core.heads, head_dim)
+        k, k_norm, k_tables = _heads(walk, call["key"], io, core.kv_heads, head_dim)
+        v = call["value"]
+        if (q_tables is None) != (k_tables is None) or (q_tables and core.rotary):
+            raise ArtifactError(walk.file, label, "rotation of some kind twice or once", "one kind")
+        tables = tables or _same_tables(walk, q_tables, k_tables, label)
+        if gate:
+            q = _gated(walk, q, gate, io, core.heads, head_dim)
+        source, matrices = _projections(walk, label, (q, k, v), (query_rows, kv_rows), width)
+
+    in_op = (call["q_norm_weight"], call["k_norm_weight"])
+    if any(in_op):
+        if q_norm or k_norm or not all(in_op):
+            raise ArtifactError(walk.file, label, "some of the head norms", "both, once")
+        eps = shortest(call.attributes["qk_norm_epsilon"])
+        q_norm, k_norm = (
+            Norm("", "", "", walk.weight(name, f"{label}, head norm", (head_dim,)), eps)
+            for name in in_op
+        )
+    if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
+        raise ArtifactError(walk.file, label, "different head norms", "one kind for both")
+    if tables and tables.rotary_dim > head_dim:
+        raise ArtifactError(
+            walk.file,
+            f"initializer {tables.cos.name}",
+            tables.rotary_dim // 2,
+            f"{head_dim // 2} at most",
+        )
+
+    config = AttentionConfig(
+        heads=core.heads,
+        kv_heads=core.kv_heads,
+        head_dim=head_dim,
+        rotary_dim=tables.rotary_dim if tables else 0,
+        gated=bool(gate),
+        qk_norm=q_norm is not None,
+        norm_eps=q_norm.eps if q_norm else 1e-6,
+        window=core.window,
+        scale=core.scale(head_dim),
+        softcap=core.softcap,
+    )
+    recipes: Recipes = {
+        ("qkv", "weight"): Recipe.rows(matrices),
+        ("o", "weight"): Recipe.rows([out]),
+    }
+    if q_norm is not None and k_norm is not None:
+        recipes["q_norm", "weight"] = q_norm.recipe
+        recipes["k_norm", "weight"] = k_norm.recipe
+    return Mixer(source, config, recipes, tables, bounded)
+
+
+def _projections(
+    walk: Walk,
+    label: str,
+    parts: tuple[str, str, str],
+    rows: tuple[int, int],
+    width: int,
+) -> tuple[str, list[Matrix]]:
+    """Queries, keys and values as parts of one product, or as three products of one input."""
+    query_rows, kv_rows = rows
+    sizes = [query_rows, kv_rows, kv_rows]
+    if walk.op(parts[1]) == "Split":
+        cut = [split_into(walk, value, sizes, i) for i, value in enumerate(parts)]
+        for other in cut[1:]:
+            walk.same(f"{label}, queries, keys and values", other, cut[0])
+        source, qkv = linear(walk, cut[0], width, sum(sizes))
+        return source, [qkv]
+    pairs = [linear(walk, value, width, n) for value, n in zip(parts, sizes, strict=True)]
+    for other, _ in pairs[1:]:
+        walk.same(f"{label}, queries, keys and values", other, pairs[0][0])
+    return pairs[0][0], [matrix for _, matrix in pairs]
+
+
+def _heads(
+    walk: Walk, value: str, io: Io, heads: int, head_dim: int
+) -> tuple[str, Norm | None, Tables | None]:
+    """Undo what stands between a projection and the operator: rotation, and before it a norm."""
+    value, tables = _rotation(walk, value, io, heads, head_dim)
+    if walk.op(value) != "Reshape":
+        return value, None, tables
+    outer = walk.take(value, "Reshape")
+    if walk.op(outer["data"]) != "SimplifiedLayerNormalization":
+        return value, None, tables
+    rows = heads * head_dim
+    walk.expect(outer, "shape", [0, -1, rows], [-1, rows])
+    norm = rms_norm(walk, outer["data"], head_dim)
+    inner = walk.take(norm.source, "Reshape")
+    walk.expect(inner, "shape", [0, -1, head_dim])
+    return inner["data"], norm, tables
+
+
+def _rotation(
+    walk: Walk, value: str, io: Io, heads: int, head_dim: int
+) -> tuple[str, Tables | None]:
+    """``value = rotate(x)`` in an operator of its own, between casts and a batch axis of one."""
+    if walk.op(value) not in ("Cast", "Squeeze", "MRotaryEmbedding", "RotaryEmbedding"):
+        return value, None
+    narrowed = walk.op(value) == "Cast"
+    if narrowed:
+        value = cast(walk, value, walk.dtype)
+    squeezed = walk.op(value) == "Squeeze"
+    if squeezed:
+        call = walk.take(value, "Squeeze")
+        walk.expect(call, "axes", [0])
+        value = call["data"]
+    call = walk.take(value, "MRotaryEmbedding", "RotaryEmbedding")
+    label, a = call.node.label, call.attributes
+    sections = call.node.op == "MRotaryEmbedding"
+    tables = rotary_tables(walk, call["cos_cache"], call["sin_cache"], label)
+    positions, source = call["position_ids"], call["x"]
+    if squeezed:
+        source = _unsqueezed(walk, source, [0])
+        positions = _unsqueezed(walk, positions, [1] if sections else [0])
+    if narrowed:
+        source = cast(walk, source, FLOAT)
+    rows = (3, *io.rows) if sections else io.rows
+    walk.same(f"{label}, position_ids", positions, io_input(walk, io, "position_ids", INT64, rows))
+    _check_rotation(walk, call, tables, heads, head_dim)
+    # Text positions are equal in all sections, so only their sum matters.
+    if sections and sum(a["mrope_section"]) * 2 != tables.rotary_dim:
+        raise ArtifactError(
+            walk.file,
+            f"{label}, mrope_section",
+            a["mrope_section"],
+            f"a sum of {tables.cos.shape[1]}",
+        )
+    if bool(a["is_packed_batching"]) != (io.layout == "paged"):
+        raise ArtifactError(
+            walk.file, f"{label}, is_packed_batching", a["is_packed_batching"], io.layout
+        )
+    return source, tables
+
+
+def _check_rotation(walk: Walk, call: Call, tables: Tables, heads: int, head_dim: int) -> None:
+    """As many channels as the tables have are rotated, in every head.
+
+    Zero channels stand for the whole head. The number of heads then follows from the width, and
+    zero stands for that.
+    """
+    a = call.attributes
+    whole = a["rotary_embedding_dim"] == 0
+    channels = head_dim if whole else a["rotary_embedding_dim"]
+    if channels != tables.rotary_dim or not (
+        a["num_heads"] == heads or whole and not a["num_heads"]
+    ):
+        raise ArtifactError(
+            walk.file,
+            call.node.label,
+            f"{a['num_heads']} heads, {channels} channels rotated",
+            f"{heads} heads, {tables.rotary_dim} channels as in the tables",
+        )
+
+
+def _unsqueezed(walk: Walk, value: str, axes: list[int]) -> str:
+    call = walk.take(value, "Unsqueeze")
+    walk.expect(call, "axes", axes)
+    return call["data"]
+
+
+def _same_tables(
+    walk: Walk, first: Tables | None, second: Tables | None, label: str
+) -> Tables | None:
+    if (
+        first
+        and second
+        and first.cos is not second.cos
+        or (first and second and first.sin is not second.sin)
+    ):
+        raise ArtifactError(walk.file, label, "different tables for queries and keys", "one pair")
+    return first
+
+
+def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int) -> str:
+    """Queries and gates are the halves of every head's rows: what both come from."""
+    sources = []
+    for value, part in ((query, 0), (gate, 1)):
+        flat = walk.take(value, "Reshape")
+        walk.expect(flat, "shape", [*io.kept, heads * head_dim])
+        whole = split_into(walk, flat["data"], [head_dim, head_dim], part)
+        outer = walk.take(whole, "Reshape")
+        walk.expect(outer, "shape", [*io.kept, heads, 2 * head_dim])
+        sources.append(outer["data"])
+    walk.same("the gate", sources[1], sources[0])
+    return sources[0]
+
+
+def _attention_state(
+    walk: Walk, call: Call, io: Io, layer: int, kv_heads: int, head_dim: int
+) -> bool:
+    """Cache, lengths and outputs of an attention operator: all where they should be.
+
+    Returns:
+      Whether the cache is bounded: a buffer as long as the window, or pages of the windowed table.
+    """
+    label = call.node.label
+    keys = (
+        ("past_key", "past_value")
+        if call.node.op == "GroupQueryAttention"
+        else (
+            "key_cache",
+            "value_cache",
+        )
+    )
+    if (call.node.op == "PagedAttention") != (io.layout == "paged"):
+        raise ArtifactError(walk.file, label, call.node.op, f"the operator of a {io.layout} graph")
+    shape: tuple[int | str | None, ...] = ("pages", None, kv_heads, head_dim)
+    if io.layout == "dense":
+        shape = ("batch", kv_heads, "past", None)
+    for role, name_role in zip(keys, ("past_key_names", "past_value_names"), strict=True):
+        if name_role not in io.inputs:
+            raise ArtifactError(walk.file, label, f"no inputs.{name_role}", "a name")
+        name = io.inputs.layer(name_role, layer)
+        walk.same(f"{label}, {role}", call[role], name)
+        walk.input(name, f"the cache of layer {layer}", walk.dtype, shape)
+    names = [call.node.outputs[0]]
+    for name_role in ("present_key_names", "present_value_names"):
+        if name_role not in io.outputs:
+            raise ArtifactError(walk.file, label, f"no outputs.{name_role}", "a name")
+        name = io.outputs.layer(name_role, layer)
+        names.append(walk.output(name, f"the cache of layer {layer}", walk.dtype, shape))
+    walk.outputs(call, names)
+    if io.layout == "paged":
+        windowed = "block_table_windowed"
+        bounded = windowed in io.inputs and call["block_table"] == io.inputs[windowed]
+        paged_lengths(walk, call, io, windowed if bounded else "block_table")
+        if not call.attributes["is_causal"]:
+            raise ArtifactError(walk.file, f"{label}, is_causal", 0, 1)
+        return bounded
+    _dense_lengths(walk, call, io)
+    return bool(call.attributes["sliding_window_cache"])
+
+
+def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") -> None:
+    """Lengths and page table of PagedAttention; ``table``: which of the page tables it is."""
+    label = call.node.label
+    for role, name_role, shape in (
+        ("cumulative_sequence_length", "cumulative_sequence_lengths", ("batch + 1",)),
+        ("past_seqlens", "past_sequence_lengths", ("batch",)),
+        ("block_table", table, ("batch", "pages")),
+        ("attention_metadata", "attention_metadata", (3,)),
+    ):
+        if role == "attention_metadata" and not call[role]:
+            continue
+        name = io_input(walk, io, name_role, INT32, shape)
+        walk.same(f"{label}, {role}", call[role], name)
+
+
+def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
+    """seqlens_k = sum(mask) - 1 and the mask's width, both int32."""
+    mask = io_input(walk, io, "attention_mask", INT64, ("batch", "total"))
+    less = walk.take(cast(walk, call["seqlens_k"], INT32), "Sub")
+    walk.expect(less, "b", [1])
+    total = walk.take(less["a"], "ReduceSum")
+    walk.expect(total, "axes", [1])
+    if total.attributes["keepdims"]:
+        raise ArtifactError(walk.file, f"{total.node.label}, keepdims", 1, 0)
+    walk.same(f"{total.node.label}, data", total["data"], mask)
+    width = walk.take(cast(walk, call["total_sequence_length"], INT32), "Gather")
+    walk.expect(width, "indices", 1)
+    shape = walk.take(width["data"], "Shape")
+    walk.same(f"{shape.node.label}, data", shape["data"], mask)

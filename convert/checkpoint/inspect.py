@@ -1,0 +1,89 @@
+"""A report about a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from convert.build import recipe_bytes
+from convert.checkpoint.folders import PartFolder, weights_file
+from convert.checkpoint.plan import CheckpointPlan, plan_checkpoint
+from convert.report import PartReport, Report, bytes_by_type, files_of, weight_bytes_of
+from convert.tensors import Tensor
+from jaxdraft.checkpoint.layout import MTP
+
+
+def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) -> Report:
+    """:func:`convert.inspect_folder` of a folder that is known to be a checkpoint.
+
+    Only configurations and headers are read. That copies which a drafter may have of the target's
+    embedding and head hold the same numbers is seen by loading alone.
+    """
+    folder = Path(folder)
+    plan = plan_checkpoint(folder, drafter, numbers=False)
+    plan.files.close()
+    target = plan.target
+    drafter_report = None
+    if plan.block is not None:
+        drafter_report = _stored_part(plan, "drafter", plan.block, plan.block.tensors.values())
+    elif target is not None and plan.kind == "mtp":
+        head = [tensor for name, tensor in target.tensors.items() if name.startswith(MTP)]
+        drafter_report = _stored_part(plan, "drafter", target, head)
+    target_report = None
+    if target is not None:
+        body = [tensor for name, tensor in target.tensors.items() if not name.startswith(MTP)]
+        target_report = _stored_part(plan, "target", target, body)
+    return Report(
+        folder=folder,
+        target=target_report,
+        drafter=drafter_report,
+        context_length=plan.config.context_length if plan.config else None,
+        eos_token_ids=target.stop_ids if target else (),
+        page_size=None,
+        max_batch=None,
+        files=files_of(folder),
+        problems=tuple(plan.problems),
+        notes=tuple(_checkpoint_notes(plan)),
+    )
+
+
+def _stored_part(
+    plan: CheckpointPlan, part: str, home: PartFolder, tensors: Iterable[Tensor]
+) -> PartReport:
+    """A part whose configuration and tensors are as they should be."""
+    shell, inside = plan.shells[part], home.folder == plan.folder
+    config = plan.config if part == "target" else plan.drafter
+    assert plan.target is not None
+    kind = plan.target.facts.family.model_type if part == "target" else plan.kind
+    assert kind is not None
+    return PartReport(
+        kind=kind,
+        file=("" if inside else f"{home.folder.name}/") + weights_file(home.folder),
+        config=config,
+        dtype=plan.dtypes[part].name,
+        layout=None,
+        nodes=None,
+        tensors=bytes_by_type(tensors),
+        stored_bytes=recipe_bytes(shell.recipes),
+        weight_bytes=weight_bytes_of(shell),
+    )
+
+
+def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
+    yield from plan.remarks.all
+    others = [kind for kind in plan.drafters if kind != plan.kind]
+    if others:
+        yield f"drafters that were not looked at: {', '.join(others)}"
+    used: set[str] = set()
+    for shell in plan.shells.values():
+        for recipe in shell.recipes.values():
+            used |= {tensor.name for piece in recipe.pieces for tensor in piece.tensors}
+    for home in (plan.target, plan.block):
+        if home is None:
+            continue
+        unused = [name for name in home.tensors.keys() - used if not name.startswith(MTP)]
+        if unused:
+            yield (
+                f"{len(unused)} tensors of {home.folder.name} are not used: {min(unused)}"
+                + (" and so on" if len(unused) > 1 else "")
+            )

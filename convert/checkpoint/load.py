@@ -1,0 +1,77 @@
+"""Checkpoint folders (``config.json`` and safetensors) -> Flax modules, without ONNX.
+
+As strict as the reading of artifacts: every tensor is accounted for, and everything is checked
+before the first array is allocated. The numbers are those that exporting the same checkpoint in
+float32 and converting the artifact gives (rotary tables of targets to the last place of float32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from convert.build import Loaded, fill_shells
+from convert.checkpoint.plan import CheckpointPlan, plan_checkpoint
+from jaxdraft.checkpoint.forms import float_dtype
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    drafter: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Loaded:
+    """Read the checkpoint of a target, and of one of its drafters.
+
+    Args:
+      folder: holds ``config.json`` and ``model.safetensors`` (or shards and their index) of the
+        target, or a folder ``target`` that does. Block drafters are looked for in folders
+        ``dflash2`` and ``dspark`` beside or inside it; a multi-token-prediction head lies in the
+        target's own files.
+      drafter: "dflash2", "dspark", "mtp" or "none"; the folder of a block drafter; or the name of
+        one in :data:`~convert.checkpoint.folders.SHIPPED`. Default: the first kind that is there.
+      dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
+        stored one, for the target and for the drafter on its own.
+      progress: called with (stored bytes read, stored bytes in all, the parameter just made).
+
+    Raises:
+      ArtifactError: with every problem found.
+      ValueError: there is no such drafter, or ``dtype`` is not one that is supported.
+    """
+    if dtype is not None:
+        dtype = float_dtype(dtype)
+    plan = plan_checkpoint(Path(folder), drafter, dtype)
+    try:
+        plan.problems.raise_any()
+        return _build(plan, progress)
+    finally:
+        plan.files.close()
+
+
+def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | None) -> Loaded:
+    target, config = plan.target, plan.config
+    assert target is not None and config is not None
+    facts = target.facts
+    frozen, stored, weights = fill_shells(plan.shells, progress)
+    return Loaded(
+        target_config=config,
+        target=frozen["target"],
+        drafter_kind=plan.kind,
+        drafter_config=plan.drafter,
+        drafter=frozen.get("drafter"),
+        eos_token_ids=target.stop_ids,
+        bos_token_id=facts.bos_token_id,
+        pad_token_id=facts.pad_token_id,
+        context_length=config.context_length,
+        model_type=facts.family.model_type,
+        vocab_size=config.vocab_size,
+        page_size=None,
+        max_batch=None,
+        folder=target.folder,
+        stored_bytes=stored,
+        weight_bytes=weights,
+        warnings=tuple(plan.remarks.warnings),
+    )

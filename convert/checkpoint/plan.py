@@ -1,0 +1,133 @@
+"""Everything that can be known about a checkpoint without allocating an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from convert.build import Shell
+from convert.checkpoint.folders import (
+    BlockFolder,
+    TargetFolder,
+    choose_drafter,
+    find_drafters,
+    open_block,
+    open_target,
+    weights_file,
+    with_head,
+)
+from convert.checkpoint.tensors import make_shell
+from convert.errors import ArtifactError, Problems
+from convert.tensors import DataFiles
+from convert.unused import Remarks
+from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
+from jaxdraft.kinds import KINDS
+from jaxdraft.nn.decoder import Decoder
+
+
+@dataclasses.dataclass
+class CheckpointPlan:
+    """What a checkpoint holds. A part that could not be read is None, and a problem says why.
+
+    Attributes:
+      folder: as it was given.
+      problems: everything that is wrong with the target, or else with the drafter.
+      files: of both.
+      config: the target's, with what the drafter asks of it.
+      drafters: kinds of all drafters that are there, read or not.
+      kind: of the one that was chosen.
+      remarks: what is fine, or has no effect.
+      shells: modules without numbers, ``"target"`` and perhaps ``"drafter"``.
+      dtypes: of their activations.
+    """
+
+    folder: Path
+    problems: Problems
+    files: DataFiles
+    target: TargetFolder | None = None
+    block: BlockFolder | None = None
+    config: TargetConfig | None = None
+    drafters: tuple[DrafterKind, ...] = ()
+    kind: DrafterKind | None = None
+    remarks: Remarks = dataclasses.field(default_factory=Remarks)
+    shells: dict[str, Shell] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, jnp.dtype] = dataclasses.field(default_factory=dict)
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """The chosen drafter's description."""
+        if self.block is not None:
+            return self.block.facts.config
+        return self.target.facts.mtp if self.kind == "mtp" and self.target is not None else None
+
+
+def plan_checkpoint(
+    folder: Path,
+    drafter: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    *,
+    numbers: bool = True,
+) -> CheckpointPlan:
+    """Read configurations and headers, for loading and for reports, which judge by the same rules.
+
+    Args:
+      folder, drafter, dtype: as in :func:`~convert.checkpoint.load.load_checkpoint`.
+      numbers: compare what a drafter stores a second time with the target's own, for which both are
+        read.
+
+    Raises:
+      ValueError: there is no such drafter.
+    """
+    plan = CheckpointPlan(folder, Problems(), DataFiles(folder))
+    try:
+        target = plan.target = open_target(folder, plan.files, plan.remarks)
+        plan.config = target.facts.config
+        found = find_drafters(folder, target)
+        plan.drafters = tuple(found)
+        chosen = choose_drafter(drafter, folder, found)
+        if chosen == "mtp":
+            target = plan.target = with_head(target, folder)
+            plan.kind = "mtp"
+            plan.config = dataclasses.replace(plan.config, hidden_states=True)
+        elif isinstance(chosen, Path):
+            plan.block = open_block(chosen, folder, target, plan.files, numbers, plan.remarks)
+            plan.kind = plan.block.facts.config.kind
+            plan.config = dataclasses.replace(plan.config, taps=plan.block.facts.taps)
+    except ArtifactError as error:
+        plan.problems.extend(error.problems)
+    if plan.target is not None:
+        _add_shells(plan, plan.target, dtype)
+    return plan
+
+
+def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None) -> None:
+    facts, config = target.facts, plan.config
+    assert config is not None
+    tables = functools.cache(
+        lambda: facts.rope.target_tables(config.context_length, config.rotary_dim)
+    )
+    file, compute = weights_file(target.folder), target.dtype(dtype)
+    plan.dtypes["target"] = compute
+    plan.shells["target"] = make_shell(
+        Decoder, config, target.layout, target.tensors, tables, compute, file
+    )
+    if plan.block is not None:
+        described, rope = plan.block.facts.config, plan.block.facts.rope
+        wide = described.attention.rotary_dim
+        own = functools.cache(lambda: rope.tables(config.context_length, wide))
+        file, compute = weights_file(plan.block.folder), plan.block.dtype(dtype)
+        module = KINDS[described.kind].module
+        plan.dtypes["drafter"] = compute
+        plan.shells["drafter"] = make_shell(
+            module, described, plan.block.layout, plan.block.tensors, own, compute, file
+        )
+    elif plan.kind == "mtp":
+        assert facts.mtp is not None
+        plan.dtypes["drafter"] = compute
+        plan.shells["drafter"] = make_shell(
+            KINDS["mtp"].module, facts.mtp, target.head, target.tensors, tables, compute, file
+        )
