@@ -31,9 +31,9 @@ from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
-from jaxdraft.kernels.choice import with_kernels
 from jaxdraft.load import LoadWarning, inspect, load
 from jaxdraft.model import Model, ModelInfo
+from jaxdraft.nn.choice import with_kernels
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling

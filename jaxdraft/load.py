@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxdraft.base import Drafter
 from jaxdraft.config import DrafterKind
 from jaxdraft.draft.none import NoDrafter
-from jaxdraft.kernels import choice
 from jaxdraft.model import Model, ModelInfo
+from jaxdraft.nn import choice
 from jaxdraft.text import Text
 
 if TYPE_CHECKING:

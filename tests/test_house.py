@@ -33,12 +33,10 @@ LONG_BODIES = {
 }
 CYCLES = {
     frozenset({"jaxdraft.engine.engine", "jaxdraft.engine.request"}),
-    frozenset({"jaxdraft.kernels.attention", "jaxdraft.nn.attention"}),
-    frozenset({"jaxdraft.kernels.delta_net", "jaxdraft.nn.delta_net"}),
 }
 PACKAGE_CYCLES = {
     frozenset({"convert.artifact", "convert.checkpoint"}),
-    frozenset({"jaxdraft.kernels", "jaxdraft.nn"}),
+    frozenset({"jaxdraft.kernels", "jaxdraft.state"}),
 }
 
 

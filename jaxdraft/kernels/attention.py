@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,9 +45,11 @@ class _Plan:
 
     config: AttentionConfig
     causal: bool
+    xla: Callable[..., jax.Array]
     steps: int  # T
     slots: int  # Z
     columns: int  # M
+    dense: bool  # there is no table
     pages: int  # P
     keys: int  # of a tile
     most: int  # query rows of a program; more are shared out
@@ -92,6 +95,7 @@ def attend(
     *,
     causal: bool,
     beside: Chunk | None,
+    xla: Callable[..., jax.Array],
     splits: int | None = None,
 ) -> jax.Array:
     """Softmax attention: see :func:`jaxdraft.nn.attention.attend`, which calls this.
@@ -105,13 +109,14 @@ def attend(
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
       beside: further keys that are in no cache.
+      xla: the function that this one stands in for, without a kernel.
       splits: shares of the keys; default: as many as keep a GPU busy.
 
     Returns:
       [B, T, N * H].
     """
     assert source.span is not None
-    plan = _plan(query, source.span, config, causal, beside, splits)
+    plan = _plan(query, source.span, config, causal, beside, xla, splits)
     return by_platform(_run, _reference, plan, query, positions, source.span, beside)
 
 
@@ -119,10 +124,8 @@ def _reference(
     plan: _Plan, query: jax.Array, positions: jax.Array, span: Span, beside: Chunk | None
 ) -> jax.Array:
     """The same without a kernel."""
-    from jaxdraft.nn.attention import attend  # which imports this module
-
     source = read_span(span)
-    return attend(query, positions, source, plan.config, causal=plan.causal, beside=beside)
+    return plan.xla(query, positions, source, plan.config, causal=plan.causal, beside=beside)
 
 
 def _plan(
@@ -131,19 +134,21 @@ def _plan(
     config: AttentionConfig,
     causal: bool,
     beside: Chunk | None,
+    xla: Callable[..., jax.Array],
     splits: int | None,
 ) -> _Plan:
     batch, steps = query.shape[:2]
     pages, _, slots, _ = span.keys.shape
-    columns = span.table.shape[1]
     width = power_of_two(config.head_dim, least=LEAST)
     keys = min(64, max(LEAST, _TILE // (width * query.dtype.itemsize)))
     plan = _Plan(
         config=config,
         causal=causal,
+        xla=xla,
         steps=steps,
         slots=slots,
-        columns=columns,
+        columns=span.columns,
+        dense=span.table is None,
         pages=pages,
         keys=keys,
         most=min(64, 2 * keys),
@@ -151,7 +156,7 @@ def _plan(
         block=0 if beside is None else beside.keys.shape[1] * beside.keys.shape[3],
     )
     if splits is None:
-        most = slots * columns
+        most = slots * span.columns
         if config.window != FULL_ATTENTION:
             most = min(most, config.window + steps)
         busy = _PROGRAMS // (batch * config.kv_heads * plan.tiles)
@@ -172,8 +177,8 @@ def _run(
     batch, steps, heads, dim = query.shape
     grid = (batch, config.kv_heads * plan.tiles, plan.splits)
     result = ((batch, steps, heads, dim), query.dtype)
-    arrays = [query, positions, span.keys, span.values, span.table, span.first, span.end]
-    extra = [] if beside is None else list(beside)
+    arrays = [query, positions, span.keys, span.values, span.first, span.end]
+    extra = [x for x in (span.table, *(beside or ())) if x is not None]
     wide = dict(
         interpret=interpret, name="attention", warps=8 if plan.tile * plan.width >= 8192 else 4
     )
@@ -222,7 +227,6 @@ def _share_kernel(
     positions: Any,
     keys: Any,
     values: Any,
-    table: Any,
     first: Any,
     end: Any,
     *refs: Any,
@@ -251,7 +255,10 @@ def _share_kernel(
         key = iota(plan.keys, low + index * plan.keys)
         # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
         column, slot = lax.rem(lax.div(key, plan.slots), plan.columns), lax.rem(key, plan.slots)
-        page = plgpu.load(table.at[b, column], mask=key < high, other=plan.pages)
+        if plan.dense:
+            page = jnp.where(key < high, b * plan.columns + column, plan.pages)
+        else:
+            page = plgpu.load(refs[0].at[b, column], mask=key < high, other=plan.pages)
         there = page < plan.pages  # no page is 2**30
         key, page = jnp.where(there, key, -1), jnp.where(there, page, 0)
         place = (page[:, None], group, slot[:, None], channel[None, :])
@@ -261,7 +268,7 @@ def _share_kernel(
         return absorb(running, key, k, v)
 
     def over_block(_: jax.Array, running: _Running) -> _Running:
-        block_keys, block_values, block_positions = refs[:3]
+        block_keys, block_values, block_positions = refs[0 if plan.dense else 1 :][:3]
         piece, rest = _block_index(block_keys, plan)
         there = iota(piece.shape[0]) < plan.block
         key = plgpu.load(block_positions.at[b, piece, rest], mask=there, other=-1)

@@ -11,7 +11,9 @@ included, reaches a row before it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxdraft.config import DeltaNetConfig
-from jaxdraft.kernels import MAX_ROWS
+from jaxdraft.kernels import MAX_ROWS, PALLAS
 from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch, power_of_two
 from jaxdraft.state.recurrent import Capsule
 
@@ -40,6 +42,8 @@ def window(
     ba: jax.Array,
     conv: jax.Array,
     state: jax.Array,
+    *,
+    xla: Callable[..., tuple[jax.Array, Capsule]],
 ) -> tuple[jax.Array, Capsule]:
     """Run T rows: see :func:`jaxdraft.nn.delta_net.window`, whose arguments and results these are.
 
@@ -50,23 +54,13 @@ def window(
       ba: [B, T, 2 * Hv].
       conv: [B, W - 1, channels].
       state: [B, Hv, Dk, Dv] float32.
+      xla: the function that this one stands in for.
 
     Returns:
-      [B, T, Hv * Dv], and the capsule.
+      [B, T, Hv * Dv], and the capsule, which a kernel commits too.
     """
-    out, log_decay, key, update = by_platform(
-        _run, _reference, config, weights, mixed, ba, conv, state
-    )
-    rows = mixed[..., : config.channels]
-    return out, Capsule(log_decay=log_decay, key=key, update=update, rows=rows)
-
-
-def _reference(config: DeltaNetConfig, *arrays: Any) -> tuple[jax.Array, ...]:
-    """The same without a kernel, and without the capsule's rows, which are an argument."""
-    from jaxdraft.nn.delta_net import window  # which imports this module
-
-    out, capsule = window(config, *arrays)
-    return out, capsule.log_decay, capsule.key, capsule.update
+    out, capsule = by_platform(_run, xla, config, weights, mixed, ba, conv, state)
+    return out, dataclasses.replace(capsule, implementation=PALLAS)
 
 
 def _run(
@@ -78,9 +72,9 @@ def _run(
     state: jax.Array,
     *,
     interpret: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, Capsule]:
     batch, steps, _ = mixed.shape
-    out, log_decay, key, update = launch(
+    out, log_decay, key, update, rows = launch(
         functools.partial(_kernel, config=config, steps=steps),
         [mixed, ba, conv, state, *weights],
         [
@@ -88,13 +82,14 @@ def _run(
             ((batch, steps, config.value_heads), jnp.float32),
             ((batch, steps, config.key_heads, config.key_dim), jnp.float32),
             ((batch, steps, config.value_heads, config.value_dim), jnp.float32),
+            ((batch, steps, config.channels), mixed.dtype),
         ],
         grid=(batch, config.value_heads),
         interpret=interpret,
         name="delta_net",
         warps=8,
     )
-    return out, log_decay, key, update
+    return out, Capsule(log_decay=log_decay, key=key, update=update, rows=rows)
 
 
 def _kernel(
@@ -111,6 +106,7 @@ def _kernel(
     log_decay: Any,
     key: Any,
     update: Any,
+    rows: Any,
     *,
     config: DeltaNetConfig,
     steps: int,
@@ -125,14 +121,21 @@ def _kernel(
     dv = iota(power_of_two(config.value_dim, least=LEAST))
     in_key, in_value = dk < config.key_dim, dv < config.value_dim
 
-    def convolve(first: jax.Array, channel: jax.Array, inside: jax.Array) -> jax.Array:
-        refs = (mixed, conv, conv_weight, conv_bias)
-        at = first + channel
-        return _convolve(refs, b, step, real, at, inside, config.conv_width)
+    queries = key_head * config.key_dim + dk  # channels
+    keys = config.key_rows + queries
+    values = 2 * config.key_rows + head * config.value_dim + dv
 
-    q = _normalize(convolve(key_head * config.key_dim, dk, in_key)) * config.key_dim**-0.5
-    k = _normalize(convolve(config.key_rows + key_head * config.key_dim, dk, in_key))
-    v = convolve(2 * config.key_rows + head * config.value_dim, dv, in_value)
+    def convolve(channel: jax.Array, inside: jax.Array) -> jax.Array:
+        refs = (mixed, conv, conv_weight, conv_bias)
+        return _convolve(refs, b, step, real, channel, inside, config.conv_width)
+
+    def keep(channel: jax.Array, mask: jax.Array) -> None:
+        place = (b, step[:, None], channel[None, :])
+        plgpu.store(rows.at[place], plgpu.load(mixed.at[place], mask=mask, other=0), mask=mask)
+
+    q = _normalize(convolve(queries, in_key)) * config.key_dim**-0.5
+    k = _normalize(convolve(keys, in_key))
+    v = convolve(values, in_value)
     rate = plgpu.load(ba.at[b, step, head], mask=real, other=0).astype(jnp.float32)
     rate = _sigmoid(rate)
     decay = plgpu.load(ba.at[b, step, config.value_heads + head], mask=real, other=0)
@@ -153,6 +156,10 @@ def _kernel(
     def _() -> None:
         mask = real[:, None] & in_key[None, :]
         plgpu.store(key.at[b, step[:, None], key_head, dk[None, :]], k, mask=mask)
+        keep(queries, mask)
+        keep(keys, mask)
+
+    keep(values, value_mask)
 
     place = config.channels + head * config.value_dim + dv
     gate = plgpu.load(mixed.at[b, step[:, None], place[None, :]], mask=value_mask, other=0)

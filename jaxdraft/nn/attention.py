@@ -61,7 +61,9 @@ def attend(
       [B, T, N * H].
     """
     if implementation == PALLAS and fused.serves(query, source):
-        return fused.attend(query, positions, source, config, causal=causal, beside=beside)
+        return fused.attend(
+            query, positions, source, config, causal=causal, beside=beside, xla=attend
+        )
     batch, steps, heads, dim = query.shape
     groups = config.kv_heads
     share = heads // groups

@@ -10,6 +10,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equa
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -301,11 +302,9 @@ class DeltaNet(nnx.Module):
         Returns:
           [B, T, D], and the capsule from which any prefix of the rows can be committed.
         """
-        run = (
-            fused.window
-            if self.implementation == PALLAS and fused.serves(self.config, x)
-            else window
-        )
+        run = window
+        if self.implementation == PALLAS and fused.serves(self.config, x):
+            run = functools.partial(fused.window, xla=window)
         out, capsule = run(self.config, self.weights, self.qkvz(x), self.ba(x), conv, state)
         return self.out(out), capsule
 

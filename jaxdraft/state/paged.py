@@ -48,9 +48,16 @@ class Span(NamedTuple):
 
     keys: jax.Array  # [P, G, Z, H]
     values: jax.Array  # [P, G, Z, H]
-    table: jax.Array  # [B, M] int32
     first: jax.Array  # [B] int32
     end: jax.Array  # [B] int32
+    table: jax.Array | None  # [B, M] int32; None: row b owns pages b * M .. b * M + M - 1
+
+    @property
+    def columns(self) -> int:
+        """M."""
+        if self.table is not None:
+            return self.table.shape[1]
+        return self.keys.shape[0] // self.first.shape[0]
 
 
 class Source(NamedTuple):
@@ -342,8 +349,7 @@ def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Sour
     size = min(CHUNK, keys.shape[2])
     chunks = -(-keys.shape[2] // size)
     used = -(-jnp.max(length, initial=0) // size)
-    table = jnp.arange(keys.shape[0], dtype=jnp.int32)[:, None]
-    span = Span(keys, values, table, jnp.zeros_like(length), length)
+    span = Span(keys, values, jnp.zeros_like(length), length, None)
     return Source(_read_dense, (keys, values, length), used, chunks, span)
 
 
@@ -366,7 +372,7 @@ def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: j
     used = -(-jnp.max(length, initial=0) // (take * pool.page_size))
     read = functools.partial(_read_table, take=take)
     end = jnp.minimum(length, columns * pool.page_size)
-    span = Span(keys, values, pool.table, jnp.zeros_like(length), end)
+    span = Span(keys, values, jnp.zeros_like(length), end, pool.table)
     return Source(read, (keys, values, table, length), used, chunks, span)
 
 
@@ -390,16 +396,18 @@ def read_span(span: Span) -> Source:
     :mod:`jaxdraft.state.ring` make read whole pages or slices of them instead.
     """
     longest = jnp.max(span.end - span.first, initial=0)
-    chunks = -(-span.keys.shape[2] * span.table.shape[1] // CHUNK)
+    chunks = -(-span.keys.shape[2] * span.columns // CHUNK)
     return Source(_read_span, span, -(-longest // CHUNK), chunks, span)
 
 
 def _read_span(span: Span, index: jax.Array) -> Chunk:
     pages, _, slots, _ = span.keys.shape
-    columns = span.table.shape[1]
+    columns, table = span.columns, span.table
+    if table is None:
+        table = jnp.arange(pages, dtype=jnp.int32).reshape(-1, columns)
     step = jnp.arange(CHUNK, dtype=jnp.int32)[None]
     position = span.first[:, None] + index * CHUNK + step
-    page = jnp.take_along_axis(span.table, position // slots % columns, axis=1)
+    page = jnp.take_along_axis(table, position // slots % columns, axis=1)
     valid = (position < span.end[:, None]) & (page < pages)
     page, slot = jnp.where(valid, page, 0), position % slots
     part, value = (jnp.moveaxis(x[page, :, slot], 1, 2) for x in (span.keys, span.values))

@@ -273,7 +273,7 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
     longest = jnp.max(end - oldest // size * size, initial=0)
     data = (ring.keys[layer], ring.values[layer], ring.table, oldest, end)
     read = functools.partial(_read_reachable, take=take)
-    span = Span(ring.keys[layer], ring.values[layer], ring.table, oldest, end)
+    span = Span(ring.keys[layer], ring.values[layer], oldest, end, ring.table)
     return Source(read, data, -(-longest // (take * size)), -(-columns // take), span)
 
 
@@ -310,11 +310,9 @@ def source(ring: Ring, layer: int) -> Source:
 
     read = functools.partial(_read_ring, dense=ring.dense)
     data = (ring.keys[layer], ring.values[layer], ring.table, position)
-    table = ring.table
-    if ring.dense:
-        table = jnp.arange(ring.pages, dtype=jnp.int32).reshape(table.shape)
+    table = None if ring.dense else ring.table
     oldest = jnp.maximum(ring.length - ring.slots, 0)
-    span = Span(ring.keys[layer], ring.values[layer], table, oldest, ring.length)
+    span = Span(ring.keys[layer], ring.values[layer], oldest, ring.length, table)
     return Source(read, data, jnp.asarray(1, jnp.int32), 1, span)
 
 

@@ -91,7 +91,14 @@ def run(
     if not kernels:
         return attend(q, positions, keys, case.config, causal=case.causal, beside=beside)
     return fused.attend(
-        q, positions, keys, case.config, causal=case.causal, beside=beside, splits=case.splits
+        q,
+        positions,
+        keys,
+        case.config,
+        causal=case.causal,
+        beside=beside,
+        xla=attend,
+        splits=case.splits,
     )
 
 

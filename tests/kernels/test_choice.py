@@ -9,7 +9,8 @@ import jax
 import pytest
 
 import jaxdraft
-from jaxdraft.kernels import PALLAS, VARIABLE, XLA, choice, resolve
+from jaxdraft.kernels import PALLAS, VARIABLE, XLA, resolve
+from jaxdraft.nn import choice
 from jaxdraft.testing import tiny_drafter, tiny_target
 
 WARNS = "interpreted"

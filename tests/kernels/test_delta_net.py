@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdraft.config import DeltaNetConfig
-from jaxdraft.kernels import MAX_ROWS
+from jaxdraft.kernels import MAX_ROWS, PALLAS, XLA
 from jaxdraft.kernels import delta_net as fused
 from jaxdraft.nn import delta_net
 from jaxdraft.nn.delta_net import Weights
@@ -30,10 +31,19 @@ Arguments = tuple[Weights, jax.Array, jax.Array, jax.Array, jax.Array]
 
 @functools.partial(jax.jit, static_argnames="kernels")
 def run(kernels: bool, arguments: Arguments) -> tuple[jax.Array, Capsule]:
-    return (fused.window if kernels else delta_net.window)(CONFIG, *arguments)
+    if not kernels:
+        return delta_net.window(CONFIG, *arguments)
+    return fused.window(CONFIG, *arguments, xla=delta_net.window)
 
 
-commit = jax.jit(recurrent.commit)
+@jax.jit
+def commit(before: Recurrent, capsule: Capsule, count: jax.Array) -> Recurrent:
+    return recurrent.commit(before, capsule, count)
+
+
+def plain(capsule: Capsule) -> Capsule:
+    """The same capsule, to be committed on the XLA path."""
+    return dataclasses.replace(capsule, implementation=XLA)
 
 
 def draw(rng: np.random.Generator, steps: int, *, batch: int = 2, decay: float = 1.0) -> Arguments:
@@ -95,9 +105,10 @@ def reference(arguments: Arguments) -> tuple[np.ndarray, dict[str, np.ndarray], 
 @settings(max_examples=examples(5))
 @given(data=st.data(), seed=st.integers(0, 2**31 - 1))
 def test_kernel_equals_float64_and_the_xla_path(steps: int, data: st.DataObject, seed: int) -> None:
-    """Outputs, capsules, and the states that any number of its rows, none too, commits."""
+    """Outputs, capsules, and what committing any number of its rows, or none, leaves."""
     arguments = draw(np.random.default_rng(seed), steps)
     out, capsule = run(True, arguments)
+    assert capsule.implementation == PALLAS
     expected, parts, states = reference(arguments)
     np.testing.assert_allclose(out, expected, atol=10 * WITHIN, rtol=0)  # divided by a small norm
     for name, part in parts.items():
@@ -105,13 +116,16 @@ def test_kernel_equals_float64_and_the_xla_path(steps: int, data: st.DataObject,
     other, others = run(False, arguments)
     np.testing.assert_allclose(out, other, atol=10 * WITHIN, rtol=0)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=WITHIN, rtol=0), capsule, others
+        lambda a, b: np.testing.assert_allclose(a, b, atol=WITHIN, rtol=0), plain(capsule), others
     )
     count = np.array(data.draw(st.lists(st.integers(0, steps), min_size=2, max_size=2)), np.int32)
     before = Recurrent(state=arguments[4], conv=arguments[3])
     after = commit(before, capsule, jnp.asarray(count))
     for b in range(2):
         np.testing.assert_allclose(after.state[b], states[count[b], b], atol=WITHIN, rtol=0)
+    other = commit(before, plain(capsule), jnp.asarray(count))
+    np.testing.assert_allclose(after.state, other.state, atol=WITHIN, rtol=0)
+    np.testing.assert_array_equal(after.conv, other.conv)
 
 
 def test_equal_keys_without_decay() -> None:
@@ -141,11 +155,10 @@ def test_rows_past_the_count_may_hold_anything(count: int) -> None:
     np.testing.assert_array_equal(found[:, :count], out[:, :count])
     assert np.isnan(found[:, count:]).all()
     before, kept = Recurrent(state=state, conv=conv), jnp.full((2,), count, jnp.int32)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        commit(before, damaged, kept),
-        commit(before, capsule, kept),
-    )
+    after = commit(before, damaged, kept)
+    jax.tree.map(np.testing.assert_array_equal, after, commit(before, capsule, kept))
+    if not count:
+        jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_zero_key_stays_zero() -> None:
