@@ -19,10 +19,7 @@ from convert.errors import ArtifactError
 from convert.recipes import Recipe, Recipes
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
 from jaxdraft.nn.decoder import Decoder
-from jaxdraft.nn.dflash2 import DFlash2
-from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.linear import Frozen, Structure
-from jaxdraft.nn.mtp import Mtp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Loaded:
     target: Frozen[Decoder]
     drafter_kind: DrafterKind | None
     drafter_config: DrafterConfig | None
-    drafter: Frozen[DFlash2] | Frozen[DSpark] | Frozen[Mtp] | None
+    drafter: Frozen[Any] | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None

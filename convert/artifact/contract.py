@@ -14,6 +14,7 @@ from convert.errors import Problems
 from convert.recipes import Matrix
 from convert.tensors import Tensor, type_name
 from jaxdraft.config import BlockDrafterConfig
+from jaxdraft.kinds import KINDS
 
 
 def check_contract(
@@ -53,7 +54,8 @@ def _check_conditioning(
     """The rows that the target gives and the drafter takes: name, rank, width, type, taps."""
     width = target.config.width
     output = target_graph.outputs.get(section.main_output)
-    role = "hidden_states" if section.kind == "mtp" else "aux_hidden_states"
+    reads = KINDS[section.kind].reads
+    role = "hidden_states" if reads == "hidden" else "aux_hidden_states"
     if output is None:
         problems.report(
             target_graph.file,
@@ -93,7 +95,7 @@ def _check_conditioning(
             drafter_graph.file, f"input {section.inputs[role]!r}", "none of that name", role
         )
         return
-    if section.kind != "mtp":
+    if reads == "aux":
         dynamic = 1
     _check_rows(drafter_graph.file, "input", entry, dynamic, width, problems)
     if entry.data_type != output.data_type:
