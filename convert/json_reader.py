@@ -1,19 +1,31 @@
-"""JSON files that other programs wrote."""
+"""JSON files that other programs wrote, read key by key. Both formats are read with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
-from convert.errors import ArtifactError
+from convert.errors import ArtifactError, Problems
 from convert.paths import locate
+from convert.unused import Remarks, Tracked, is_integer, report_unread, shown, stop_ids
+
+T = TypeVar("T")
+
+INT32 = 2**31 - 1
 
 _MAX_JSON_BYTES = 1 << 26
 
 
-def read_json(folder: Path, name: str) -> Mapping[str, object]:
-    """The object in a JSON file of ``folder``.
+def read_json(folder: Path, name: str, *, finite: bool = False) -> Mapping[str, Any]:
+    """Read the object in a JSON file of ``folder``.
+
+    Args:
+      folder: the folder.
+      name: name of the file.
+      finite: refuse the constants of JavaScript that JSON does not have: ``NaN``, ``Infinity``.
 
     Raises:
       ArtifactError: there is no such file, or it holds something else.
@@ -22,19 +34,198 @@ def read_json(folder: Path, name: str) -> Mapping[str, object]:
     size = path.stat().st_size
     if size > _MAX_JSON_BYTES:
         raise ArtifactError(name, "size", f"{size} bytes", f"at most {_MAX_JSON_BYTES}")
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not a finite number")
+
+    options: dict[str, Any] = {"parse_constant": refuse} if finite else {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
+        text = path.read_bytes().decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_no_repeats, **options)
+    except OSError as error:
+        raise ArtifactError(name, "file", error.strerror or error, "a readable file") from error
     except (ValueError, RecursionError) as error:
         raise ArtifactError(name, "content", str(error)[:120], "JSON") from error
     if not isinstance(value, dict):
-        raise ArtifactError(name, "content", type(value).__name__, "an object")
+        raise ArtifactError(name, "content", shown(value), "an object")
     return value
 
 
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} stands there twice")
     return result
+
+
+class Section:
+    """An object of a file, read key by key. Keys that are absent or null have ``defaults``.
+
+    Attributes:
+      body: its content, which remembers what has been read.
+      file: name of the file.
+      where: path of the object in the file, empty for the whole.
+      problems: destination of what is wrong and does not stop the reading.
+      remarks: destination of what does not stop a load.
+      defaults: values of keys that are absent or null.
+    """
+
+    def __init__(
+        self,
+        body: Mapping[str, Any],
+        file: str,
+        where: str,
+        problems: Problems,
+        remarks: Remarks,
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        self.body = Tracked(body)
+        self.file, self.where = file, where
+        self.problems, self.remarks = problems, remarks
+        self.defaults = defaults or {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.body
+
+    def at(self, key: str) -> str:
+        """The path of a key in the file."""
+        return f"{self.where}.{key}" if self.where else key
+
+    def fail(self, key: str, expected: str, found: str | None = None) -> ArtifactError:
+        """An error about a key. ``found`` is its value by default."""
+        if found is None:
+            found = shown(self.body[key]) if key in self.body else "nothing"
+        return ArtifactError(self.file, self.at(key), found, expected)
+
+    def report(self, key: str, expected: str, found: str | None = None) -> None:
+        """Add an error about a key to the problems."""
+        self.problems.append(self.fail(key, expected, found))
+
+    def attempt(self, read: Callable[[], T], default: T) -> T:
+        """Call ``read``; a failure becomes a problem, and the result is ``default``."""
+        try:
+            return read()
+        except ArtifactError as error:
+            self.problems.extend(error.problems)
+            return default
+
+    # Values. Each raises an ArtifactError if the value is of another kind.
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key, else ``default`` if it is null, else that of the section."""
+        value = self.body.get(key)
+        if value is not None:
+            return value
+        if default is not None and key in self.body:
+            return default
+        return self.defaults.get(key, default)
+
+    def integer(
+        self,
+        key: str,
+        low: int = 1,
+        high: int = INT32,
+        default: int | None = None,
+        meaning: str = "",
+    ) -> int:
+        """An integer in ``low..high``."""
+        value = self.value(key, default)
+        # 7.0 and "7" are not integers in JSON's spelling of one.
+        if not is_integer(value) or not low <= value <= high:
+            raise self.fail(key, f"an integer in {low}..{high}" + f" ({meaning})" * bool(meaning))
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self.value(key, default)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not math.isfinite(value) or value <= 0:
+            raise self.fail(key, "a positive number")
+        return float(value)
+
+    def string(self, key: str) -> str:
+        """A string that is not empty."""
+        value = self.body.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.fail(key, "a name")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        """True or false."""
+        value = self.body.get(key)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
+        """A list of integers in ``low..high``."""
+        values = self.body.get(key)
+        good = isinstance(values, list) and all(is_integer(v) and low <= v <= high for v in values)
+        if not good:
+            raise self.fail(key, f"a list of integers in {low}..{high}")
+        return tuple(values)
+
+    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> Self:
+        """An object."""
+        value = self.body.get(key)
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return self.inner(value, self.at(key), defaults)
+
+    def sections(self, key: str) -> Iterator[Self]:
+        """The objects of a list; an absent one is empty."""
+        values = self.body.get(key, [])
+        if not isinstance(values, list):
+            raise self.fail(key, "a list")
+        for i, value in enumerate(values):
+            where = f"{self.at(key)}[{i}]"
+            if not isinstance(value, dict):
+                raise ArtifactError(self.file, where, shown(value), "an object")
+            yield self.inner(value, where)
+
+    def inner(
+        self, body: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Another object of the same file."""
+        return type(self)(body, self.file, where, self.problems, self.remarks, defaults)
+
+    def token(self, key: str, vocab: int) -> int | None:
+        """A token that nothing here acts on: what is no token is noted."""
+        value = self.value(key)
+        if value is None or (is_integer(value) and 0 <= value < vocab):
+            return value
+        text = f"{self.at(key)} is {shown(value)}, not a token in 0..{vocab - 1}: it is not used"
+        self.remarks.note(self.file, text)
+        return None
+
+    def stop_ids(self, vocab: int) -> tuple[int, ...]:
+        """The tokens of ``eos_token_id``."""
+        key = "eos_token_id"
+        value = self.body[key] if key in self.body else self.defaults.get(key)
+        return stop_ids(value, self.at(key), self.file, vocab, self.remarks)
+
+    # Keys that nothing reads.
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Report a key unless it is absent, null, or has a value that is implemented."""
+        value = self.body.get(key)
+        if value is not None and value not in allowed:
+            self.report(key, " or ".join(json.dumps(a) for a in allowed))
+
+    def inert(self, *keys: str) -> None:
+        """Take these keys as read: they have no effect beside others."""
+        self.body.read.update(keys)
+
+    def report_unread(self, harmless: Collection[str] = ()) -> None:
+        """Remark on keys that nothing has read."""
+        report_unread(self.body, self.where, self.file, harmless, self.remarks)
+
+    def known(self, keys: Collection[str], *, nulls: bool = False) -> None:
+        """Report every other key. With ``nulls``, one that is null is noted."""
+        for key in sorted(self.body.keys() - set(keys)):
+            if nulls and self.body[key] is None:
+                self.remarks.note(self.file, f"{self.at(key)} is null: not a setting that is known")
+            else:
+                self.report(key, "one of " + ", ".join(sorted(keys)), "an unknown key")

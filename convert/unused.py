@@ -75,7 +75,7 @@ class Tracked(Mapping[str, Any]):
 def shown(value: Any) -> str:
     """A JSON value in few characters."""
     text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -99,7 +99,7 @@ def stop_ids(value: Any, where: str, file: str, vocab: int, remarks: Remarks) ->
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_integer(i) for i in ids):
         expected = f"a token id in 0..{vocab - 1}, or a list of them"
-        raise ArtifactError(file, where, json.dumps(value)[:80], expected)
+        raise ArtifactError(file, where, shown(value), expected)
     kept = tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
     if len(kept) < len(set(ids)):
         text = f"{where} is {shown(value)}: tokens are 0..{vocab - 1}, and others are never emitted"
@@ -107,7 +107,9 @@ def stop_ids(value: Any, where: str, file: str, vocab: int, remarks: Remarks) ->
     return kept
 
 
-def report_unread(body: Tracked, where: str, file: str, harmless: Table, remarks: Remarks) -> None:
+def report_unread(
+    body: Tracked, where: str, file: str, harmless: Collection[str], remarks: Remarks
+) -> None:
     """Remark on every key that was not looked at and is not harmless.
 
     Args:

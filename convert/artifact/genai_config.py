@@ -8,13 +8,12 @@ acceptance and nobody notices. What the sections mean is in onnxruntime-genai's 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convert.errors import ArtifactError, Problems
-from convert.json_reader import read_json
+from convert.json_reader import INT32, Section, read_json
 from convert.paths import GENAI_CONFIG, contained
 from convert.unused import (
     TOKENIZER_CONFIG,
@@ -24,16 +23,11 @@ from convert.unused import (
     report_files,
     report_generation,
     report_tokenizer,
-    shown,
-    stop_ids,
 )
 from jaxdraft.config import FULL_ATTENTION, DrafterKind
+from jaxdraft.kinds import KINDS, block_of
 
 CONFIG = GENAI_CONFIG
-_MAX_CONFIG_BYTES = 1 << 24
-_INT32 = 2**31 - 1
-
-Json = Mapping[str, Any]
 
 _DECODER_INPUTS = {
     "input_ids",
@@ -119,49 +113,25 @@ _MISPLACED = (_BLOCK_KEYS | _MTP_KEYS) - _COMMON_KEYS - {"block_size", "sliding_
 """Keys that mean something in a drafter's section only; ``block_size`` is also a page size and
 ``sliding_window`` also a decoder's."""
 
-_MODEL_KEYS = {
-    "bos_token_id",
-    "context_length",
-    "decoder",
-    "eos_token_id",
-    "pad_token_id",
-    "type",
-    "vocab_size",
-    "dflash2",
-    "dspark",
-    "mtp",
-}
-_MODEL_UNUSED = {
-    **dict.fromkeys(
-        "bot_token_id eot_token_id bor_token_id eor_token_id sep_token_id decoder_start_token_id"
-        " image_token_id video_token_id vision_start_token_id boi_token_id eoi_token_id".split(),
-        "text is encoded by tokenizer.json and the chat template, which hold these tokens",
-    ),
-}
+MODEL_KEYS = dict.fromkeys(
+    "bot_token_id eot_token_id bor_token_id eor_token_id sep_token_id decoder_start_token_id"
+    " image_token_id video_token_id vision_start_token_id boi_token_id eoi_token_id".split(),
+    "text is encoded by tokenizer.json and the chat template, which hold these tokens",
+)
 """Keys of ``model`` that nothing here acts on, and why that changes nothing."""
-_BATCHING_KEYS = {
-    "block_size",
-    "max_batch_size",
-    # The runtime's memory and cache: jaxdraft.Engine has arguments of its own for them.
-    "num_blocks",
-    "prefix_caching",
-    "gpu_utilization_factor",
-}
-_DECODER_KEYS = {
-    "session_options",  # onnxruntime's
-    "filename",
-    "head_size",
-    "hidden_size",
-    "inputs",
-    "outputs",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "sliding_window",
-    "state_groups",
-    "state_update_capacity",
-    "shared_initializers",
-}
+
+DECODER_KEYS = {"session_options": "how onnxruntime runs a graph"}
+"""Keys of ``model.decoder``, likewise."""
+
+GROUP_KEYS = {"state_update": "how the runtime rolls states back"}
+"""Keys of its ``state_groups``, likewise."""
+
+BATCHING_KEYS = dict.fromkeys(
+    ("num_blocks", "prefix_caching", "gpu_utilization_factor"),
+    "memory and cache of the runtime; jaxdraft.Engine has arguments of its own",
+)
+"""Keys of ``engine.dynamic_batching``, likewise."""
+
 _SLIDING_KEYS = {
     "window_size",
     "pad_value",
@@ -171,6 +141,7 @@ _SLIDING_KEYS = {
     "layers",
     "cache_slack",
 }
+_KINDS: tuple[DrafterKind, ...] = tuple(KINDS)
 _OTHER_MODELS = ("encoder", "vision", "speech", "embedding", "encoder_decoder_init")
 
 
@@ -290,239 +261,90 @@ def read_config(folder: Path, problems: Problems, *, alone: bool = False) -> Art
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no artifact folder {folder}")
-    return _Reader(folder, problems).config(_load(folder), alone)
-
-
-def _load(folder: Path) -> Json:
-    path = contained(folder, CONFIG, str(folder), "configuration")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ArtifactError(CONFIG, "size", f"{path.stat().st_size} bytes", "a configuration")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise ArtifactError(CONFIG, f"key {key!r}", "two in one object", "one")
-            result[key] = value
-        return result
-
-    def refuse(constant: str) -> float:
-        raise ArtifactError(CONFIG, "contents", constant, "finite numbers")
-
-    try:
-        text = path.read_bytes().decode("utf-8")
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except ArtifactError:
-        raise
-    except OSError as error:
-        raise ArtifactError(CONFIG, "file", error.strerror or error, "a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(CONFIG, "contents", f"no JSON ({error})", "a JSON object") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(CONFIG, "contents", _kind(value), "a JSON object")
-    return value
-
-
-def _kind(value: Any) -> str:
-    """A value as messages show it: short, and with its JSON type."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if value is None:
-        return "null"
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    body = read_json(folder, CONFIG, finite=True)
+    root = Section(body, CONFIG, "", problems, Remarks())
+    return _Reader(folder, root).read(alone)
 
 
 class _Reader:
-    """Typed access to the configuration, by path."""
+    """Reads the sections of the file, in their order."""
 
-    def __init__(self, folder: Path, problems: Problems):
-        self.folder = folder
-        self.problems = problems
-        self.remarks = Remarks()
+    def __init__(self, folder: Path, root: Section):
+        self.folder, self.root = folder, root
+        self.problems, self.remarks = root.problems, root.remarks
 
-    # Typed values. Each raises: without them nothing that follows can be read.
-
-    def object(self, parent: Json, key: str, where: str) -> Json:
-        value = parent.get(key)
-        if not isinstance(value, dict):
-            found = _kind(value) if key in parent else "nothing"
-            raise ArtifactError(CONFIG, _join(where, key), found, "an object")
-        return value
-
-    def string(self, parent: Json, key: str, where: str) -> str:
-        value = parent.get(key)
-        if not isinstance(value, str) or not value:
-            found = _kind(value) if key in parent else "nothing"
-            raise ArtifactError(CONFIG, _join(where, key), found, "a name")
-        return value
-
-    def integer(
-        self, parent: Json, key: str, where: str, low: int, high: int, meaning: str = ""
-    ) -> int:
-        value = parent.get(key)
-        # bool is a subclass of int; 7.0 and "7" are not integers in JSON's spelling of one.
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            found = _kind(value) if key in parent else "nothing"
-            wanted = f"an integer in {low}..{high}" + (f" ({meaning})" if meaning else "")
-            raise ArtifactError(CONFIG, _join(where, key), found, wanted)
-        return value
-
-    def boolean(self, parent: Json, key: str, where: str) -> bool:
-        value = parent.get(key)
-        if not isinstance(value, bool):
-            found = _kind(value) if key in parent else "nothing"
-            raise ArtifactError(CONFIG, _join(where, key), found, "true or false")
-        return value
-
-    def attempt(self, read: Callable[[], Any], default: Any) -> Any:
-        """``read()``; a failure is reported and ``default`` stands in, so that more is found."""
-        try:
-            return read()
-        except ArtifactError as error:
-            self.problems.append(error)
-            return default
-
-    # Sections.
-
-    def config(self, root: Json, alone: bool) -> ArtifactConfig:
-        model = self.object(root, "model", "")
+    def read(self, alone: bool) -> ArtifactConfig:
+        root = self.root
+        model = root.section("model")
         for name in _OTHER_MODELS:
             if name in model:
-                self.problems.report(
-                    CONFIG, f"model.{name}", "a further model", "a decoder, alone or with a drafter"
-                )
-        vocab = self.integer(model, "vocab_size", "model", 1, _INT32)
-        context = self.integer(model, "context_length", "model", 1, _INT32)
-        decoder = self.decoder(self.object(model, "decoder", "model"))
+                model.report(name, "a decoder, alone or with a drafter", "a further model")
+        vocab, context = model.integer("vocab_size"), model.integer("context_length")
+        decoder = self.decoder(model.section("decoder"))
         drafter = None if alone else self.drafter(model, vocab, decoder)
-        if not alone:
-            self.misplaced(root, model)
-        page_size, max_batch = self.engine(root)
-        self.unknown(root, "", {"model", "search", "engine"})
-        self.unknown(model, "model", _MODEL_KEYS | _MODEL_UNUSED.keys())
-        self.search(root, context)
-        self.files(decoder, drafter)
-        return ArtifactConfig(
+        if alone:
+            model.inert(*_KINDS)
+        else:
+            self.misplaced(model)
+        page_size, max_batch = self.engine()
+        config = ArtifactConfig(
             folder=self.folder,
-            model_type=self.string(model, "type", "model"),
+            model_type=model.string("type"),
             vocab_size=vocab,
             context_length=context,
-            bos_token_id=self.token(model, "bos_token_id", vocab),
-            eos_token_ids=self.eos(model, vocab),
-            pad_token_id=self.token(model, "pad_token_id", vocab),
+            bos_token_id=model.token("bos_token_id", vocab),
+            eos_token_ids=model.attempt(lambda: model.stop_ids(vocab), ()),
+            pad_token_id=model.token("pad_token_id", vocab),
             decoder=decoder,
             drafter=drafter,
             page_size=page_size,
             max_batch=max_batch,
             remarks=self.remarks,
         )
+        model.report_unread(MODEL_KEYS)
+        self.search(context)
+        root.report_unread()
+        self.files(decoder, drafter)
+        return config
 
-    def token(self, model: Json, key: str, vocab: int) -> int | None:
-        """A token that nothing here acts on: what is no token is noted."""
-        value = model.get(key)
-        if value is None or (is_integer(value) and 0 <= value < vocab):
-            return value
-        self.remarks.note(
-            CONFIG, f"model.{key} is {shown(value)}, not a token in 0..{vocab - 1}: it is not used"
-        )
-        return None
-
-    def eos(self, model: Json, vocab: int) -> tuple[int, ...]:
-        value, where = model.get("eos_token_id"), "model.eos_token_id"
-        return self.attempt(lambda: stop_ids(value, where, CONFIG, vocab, self.remarks), ())
-
-    def decoder(self, section: Json) -> DecoderSection:
-        where = "model.decoder"
-        filename = self.string(section, "filename", where)
-        inputs = self.names(section, "inputs", where, _DECODER_INPUTS)
-        outputs = self.names(section, "outputs", where, _DECODER_OUTPUTS)
-        self.required(inputs, f"{where}.inputs", ("input_ids",))
-        self.required(outputs, f"{where}.outputs", ("logits",))
-        self.distinct(where, inputs, outputs)
-        self.unknown(section, where, _DECODER_KEYS)
+    def decoder(self, section: Section) -> DecoderSection:
+        filename = section.string("filename")
+        inputs = _names(section, "inputs", _DECODER_INPUTS)
+        outputs = _names(section, "outputs", _DECODER_OUTPUTS)
+        _require(section, "inputs", inputs, ("input_ids",))
+        _require(section, "outputs", outputs, ("logits",))
+        _distinct(section, inputs, outputs)
         capacity = None
         if "state_update_capacity" in section:
-            capacity = self.attempt(
-                lambda: self.integer(section, "state_update_capacity", where, 1, _INT32), None
-            )
-
-        def size(key: str) -> int:
-            return self.integer(section, key, where, 1, _INT32)
-
-        return DecoderSection(
-            path=contained(self.folder, filename, CONFIG, f"{where}.filename"),
+            capacity = section.attempt(lambda: section.integer("state_update_capacity"), None)
+        found = DecoderSection(
+            path=contained(self.folder, filename, CONFIG, section.at("filename")),
             filename=filename,
-            head_size=size("head_size"),
-            hidden_size=size("hidden_size"),
-            heads=size("num_attention_heads"),
-            layers=size("num_hidden_layers"),
-            kv_heads=size("num_key_value_heads"),
+            head_size=section.integer("head_size"),
+            hidden_size=section.integer("hidden_size"),
+            heads=section.integer("num_attention_heads"),
+            layers=section.integer("num_hidden_layers"),
+            kv_heads=section.integer("num_key_value_heads"),
             inputs=inputs,
             outputs=outputs,
             state_update_capacity=capacity,
-            state_groups=self.attempt(lambda: self.state_groups(section), {}),
-            sliding=self.attempt(lambda: self.sliding(section), None),
-            shared=self.attempt(lambda: self.shared(section, where), {}),
+            state_groups=section.attempt(lambda: _state_groups(section), {}),
+            sliding=section.attempt(lambda: _sliding(section), None),
+            shared=section.attempt(lambda: _shared(section), {}),
         )
+        section.report_unread(DECODER_KEYS)
+        return found
 
-    def sliding(self, decoder: Json) -> SlidingSection | None:
-        if decoder.get("sliding_window") is None:
-            return None
-        section = self.object(decoder, "sliding_window", "model.decoder")
-        where = "model.decoder.sliding_window"
-        self.known_keys(section, where, _SLIDING_KEYS)
-        for key in ("slide_key_value_cache", "slide_inputs"):
-            # The runtime's default is true: it would feed prompts window by window, and the keys of
-            # one window would be all that its rows see. That is another model.
-            if self.boolean(section, key, where):
-                raise ArtifactError(CONFIG, _join(where, key), "true", "false: not implemented")
-        return SlidingSection(
-            window=self.integer(section, "window_size", where, 1, _INT32),
-            layers=self.integers(section, "layers", where, 0, _INT32),
-        )
-
-    def state_groups(self, section: Json) -> dict[str, tuple[int, ...]]:
-        groups = section.get("state_groups", [])
-        where = "model.decoder.state_groups"
-        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-            raise ArtifactError(CONFIG, where, _kind(groups), "a list of objects")
-        result: dict[str, tuple[int, ...]] = {}
-        for i, group in enumerate(groups):
-            kind = self.string(group, "kind", f"{where}[{i}]")
-            if kind not in ("paged_kv", "fixed_conv", "fixed_recurrent") or kind in result:
-                raise ArtifactError(
-                    CONFIG,
-                    f"{where}[{i}].kind",
-                    json.dumps(kind),
-                    "one each of paged_kv, fixed_conv, fixed_recurrent",
-                )
-            result[kind] = self.integers(group, "layer_ids", f"{where}[{i}]", 0, _INT32)
-            self.unknown(group, f"{where}[{i}]", {"kind", "layer_ids", "state_update"})
-            if "state_update" in group:  # how the runtime rolls back
-                update = self.object(group, "state_update", f"{where}[{i}]")
-                self.unknown(update, f"{where}[{i}].state_update", {"capacity", "key_head_count"})
-        return result
-
-    def drafter(self, model: Json, vocab: int, decoder: DecoderSection) -> DrafterSection | None:
-        kinds: tuple[DrafterKind, ...] = ("dflash2", "dspark", "mtp")
-        sections: dict[DrafterKind, Json] = {
-            kind: self.object(model, kind, "model") for kind in kinds if kind in model
-        }
+    def drafter(self, model: Section, vocab: int, decoder: DecoderSection) -> DrafterSection | None:
+        sections = {kind: model.section(kind) for kind in _KINDS if kind in model}
         mtp = sections.get("mtp")
-        if mtp is not None and not self.boolean(mtp, "enabled", "model.mtp"):
-            # Switched off, it is not read; but a setting nobody would notice is still named.
-            self.known_keys(mtp, "model.mtp", _MTP_KEYS)
+        if mtp is not None and not mtp.boolean("enabled"):
+            # Switched off, it is not read; but a setting that is not known is still named.
+            mtp.known(_MTP_KEYS)
             del sections["mtp"]
         if len(sections) > 1:
-            raise ArtifactError(
-                CONFIG,
-                "model",
-                " and ".join(f"{kind} section" for kind in sections),
-                "one drafter",
-            )
+            found = " and ".join(f"{kind} section" for kind in sections)
+            raise ArtifactError(CONFIG, "model", found, "one drafter")
         for kind, section in sections.items():
             if kind == "mtp":
                 return self.mtp(section, decoder)
@@ -530,207 +352,132 @@ class _Reader:
         return None
 
     def block(
-        self, kind: DrafterKind, section: Json, vocab: int, decoder: DecoderSection
+        self, kind: DrafterKind, section: Section, vocab: int, decoder: DecoderSection
     ) -> DrafterSection:
-        where = f"model.{kind}"
-        self.known_keys(section, where, _BLOCK_KEYS)
-        inputs = self.names(section, "inputs", where, _BLOCK_INPUTS)
-        outputs = self.names(section, "outputs", where, _BLOCK_OUTPUTS)
-        self.required(inputs, f"{where}.inputs", sorted(_BLOCK_INPUTS - {"q_row_map"}))
-        self.required(outputs, f"{where}.outputs", sorted(_BLOCK_OUTPUTS))
-        self.distinct(where, inputs, outputs)
-        smallest = 2 if kind == "dflash2" else 1
-        block = self.integer(section, "block_size", where, smallest, 4096, "query rows of a block")
-        drafts = block - 1 if kind == "dflash2" else block
-        rule = (
-            f"block_size - 1 = {drafts}: the anchor's row predicts nothing"
-            if kind == "dflash2"
-            else f"block_size = {drafts}: every row predicts"
-        )
-        self.attempt(
-            lambda: self.integer(section, "num_draft_tokens", where, drafts, drafts, rule), None
-        )
-        window = self.integer(section, "sliding_window", where, FULL_ATTENTION, _INT32)
+        section.known(_BLOCK_KEYS)
+        inputs = _names(section, "inputs", _BLOCK_INPUTS)
+        outputs = _names(section, "outputs", _BLOCK_OUTPUTS)
+        _require(section, "inputs", inputs, sorted(_BLOCK_INPUTS - {"q_row_map"}))
+        _require(section, "outputs", outputs, sorted(_BLOCK_OUTPUTS))
+        _distinct(section, inputs, outputs)
+        block, drafts = self.drafts(kind, section)
+        window = section.integer("sliding_window", FULL_ATTENTION)
         if window == 0:
-            raise ArtifactError(
-                CONFIG, f"{where}.sliding_window", 0, "-1 for full attention, or a positive width"
-            )
-        main = self.string(section, "main_aux_hidden_states", where)
-        self.main_output(where, "main_aux_hidden_states", main, decoder, "aux_hidden_states")
-        taps = self.integers(
-            section, "aux_hidden_state_layers", where, 1, max(decoder.layers - 1, 1)
-        )
+            raise section.fail("sliding_window", "-1 for full attention, or a positive width")
+        main = section.string("main_aux_hidden_states")
+        self.main_output(section, "main_aux_hidden_states", main, decoder, "aux_hidden_states")
+        taps = section.integers("aux_hidden_state_layers", 1, max(decoder.layers - 1, 1))
         if not taps or len(set(taps)) != len(taps):
-            self.problems.report(
-                CONFIG,
-                f"{where}.aux_hidden_state_layers",
-                list(taps),
-                "one or more layers, each once",
-            )
+            section.report("aux_hidden_state_layers", "one or more layers, each once")
         return DrafterSection(
             kind=kind,
-            **self.common(section, where),
+            **self.common(section),
             inputs=inputs,
             outputs=outputs,
             main_output=main,
             block_size=block,
             draft_tokens=drafts,
-            candidates=self.integer(section, "selector_top_k", where, 1, vocab),
-            mask_token=self.integer(
-                section, "mask_token_id", where, 0, vocab - 1, "a token of the vocabulary"
+            candidates=section.integer("selector_top_k", 1, vocab),
+            mask_token=section.integer(
+                "mask_token_id", 0, vocab - 1, meaning="a token of the vocabulary"
             ),
             window=window,
             taps=taps,
         )
 
-    def mtp(self, section: Json, decoder: DecoderSection) -> DrafterSection:
-        where = "model.mtp"
-        self.known_keys(section, where, _MTP_KEYS)
-        inputs = self.names(section, "inputs", where, _MTP_INPUTS)
-        outputs = self.names(section, "outputs", where, _MTP_OUTPUTS)
-        self.required(
-            inputs,
-            f"{where}.inputs",
-            ("input_ids", "hidden_states", "past_key_names", "past_value_names"),
+    def drafts(self, kind: DrafterKind, section: Section) -> tuple[int, int]:
+        """Rows of a block, and how many of them predict."""
+        own = block_of(kind)
+        skipped = own.module.first_row
+        block = section.integer("block_size", 1 + skipped, 4096, meaning="query rows of a block")
+        drafts = own.draft_tokens(block)
+        rule = f"block_size = {drafts}: every row predicts"
+        if skipped:
+            rule = f"block_size - {skipped} = {drafts}: the anchor's row predicts nothing"
+        section.attempt(
+            lambda: section.integer("num_draft_tokens", drafts, drafts, meaning=rule), None
         )
-        self.required(outputs, f"{where}.outputs", sorted(_MTP_OUTPUTS))
-        self.distinct(where, inputs, outputs)
-        main = self.string(section, "main_hidden_states", where)
-        self.main_output(where, "main_hidden_states", main, decoder, "hidden_states")
+        return block, drafts
+
+    def mtp(self, section: Section, decoder: DecoderSection) -> DrafterSection:
+        section.known(_MTP_KEYS)
+        inputs = _names(section, "inputs", _MTP_INPUTS)
+        outputs = _names(section, "outputs", _MTP_OUTPUTS)
+        needed = ("input_ids", "hidden_states", "past_key_names", "past_value_names")
+        _require(section, "inputs", inputs, needed)
+        _require(section, "outputs", outputs, sorted(_MTP_OUTPUTS))
+        _distinct(section, inputs, outputs)
+        main = section.string("main_hidden_states")
+        self.main_output(section, "main_hidden_states", main, decoder, "hidden_states")
         return DrafterSection(
             kind="mtp",
-            **self.common(section, where),
+            **self.common(section),
             inputs=inputs,
             outputs=outputs,
             main_output=main,
         )
 
-    def common(self, section: Json, where: str) -> dict[str, Any]:
-        filename = self.string(section, "filename", where)
+    def common(self, section: Section) -> dict[str, Any]:
+        filename = section.string("filename")
         return {
-            "path": contained(self.folder, filename, CONFIG, f"{where}.filename"),
+            "path": contained(self.folder, filename, CONFIG, section.at("filename")),
             "filename": filename,
-            "layers": self.integer(section, "num_hidden_layers", where, 1, _INT32),
-            "kv_heads": self.integer(section, "num_key_value_heads", where, 1, _INT32),
-            "head_size": self.integer(section, "head_size", where, 1, _INT32),
-            "shared": self.shared(section, where),
+            "layers": section.integer("num_hidden_layers"),
+            "kv_heads": section.integer("num_key_value_heads"),
+            "head_size": section.integer("head_size"),
+            "shared": _shared(section),
         }
 
     def main_output(
-        self, where: str, key: str, name: str, decoder: DecoderSection, role: str
+        self, section: Section, key: str, name: str, decoder: DecoderSection, role: str
     ) -> None:
+        path = f"model.decoder.outputs.{role}"
         if role not in decoder.outputs:
-            self.problems.report(
-                CONFIG, f"model.decoder.outputs.{role}", "nothing", f"{name!r}, of {where}.{key}"
-            )
+            self.problems.report(CONFIG, path, "nothing", f"{name!r}, of {section.at(key)}")
         elif decoder.outputs[role] != name:
-            self.problems.report(
-                CONFIG,
-                f"{where}.{key}",
-                json.dumps(name),
-                f"{decoder.outputs[role]!r}, of model.decoder.outputs.{role}",
-            )
+            section.report(key, f"{decoder.outputs[role]!r}, of {path}")
 
-    def shared(self, section: Json, where: str) -> dict[str, SharedTensor]:
-        entries = section.get("shared_initializers", [])
-        where = _join(where, "shared_initializers")
-        if not isinstance(entries, list):
-            raise ArtifactError(CONFIG, where, _kind(entries), "a list")
-        result: dict[str, SharedTensor] = {}
-        for i, entry in enumerate(entries):
-            at = f"{where}[{i}]"
-            if not isinstance(entry, dict):
-                raise ArtifactError(CONFIG, at, _kind(entry), "an object")
-            self.known_keys(
-                entry, at, {"name", "data_file", "offset", "length", "data_type", "shape"}
-            )
-            name = self.string(entry, "name", at)
-            if name in result:
-                raise ArtifactError(CONFIG, f"{at}.name", f"a second {name!r}", "each name once")
-            result[name] = SharedTensor(
-                name=name,
-                data_file=self.string(entry, "data_file", at),
-                offset=self.decimal(entry, "offset", at),
-                length=self.decimal(entry, "length", at),
-                data_type=self.integer(entry, "data_type", at, 1, 64),
-                shape=self.integers(entry, "shape", at, 0, 2**62),
-            )
-        return result
+    def misplaced(self, model: Section) -> None:
+        """Settings of a drafter that stand outside its section, where nothing reads them."""
+        places = [self.root, model]
+        for parent, key in ((model, "decoder"), (self.root, "engine"), (self.root, "search")):
+            inner = parent.body.get(key)
+            if isinstance(inner, dict):
+                places.append(parent.inner(inner, parent.at(key)))
+        for place in places:
+            for key in sorted(_MISPLACED & set(place.body)):
+                place.report(key, "it in a drafter's section")
 
-    def decimal(self, parent: Json, key: str, where: str) -> int:
-        text = self.string(parent, key, where)
-        if not text.isascii() or not text.isdigit() or len(text) > 19:
-            raise ArtifactError(CONFIG, _join(where, key), json.dumps(text), "a string of digits")
-        return int(text)
+    def engine(self) -> tuple[int | None, int | None]:
+        """Page size and rows of the engine's section."""
+        if "engine" not in self.root:
+            return None, None
+        engine = self.root.section("engine")
+        engine.inert("static_batching")
+        if engine.body.get("dynamic_batching") is None:
+            engine.report_unread()
+            return None, None
+        batching = engine.section("dynamic_batching")
+        values: list[int | None] = []
+        for key in ("block_size", "max_batch_size", "num_blocks"):
+            value = None
+            if key in batching:
+                read = lambda k=key: batching.integer(k)  # noqa: E731
+                value = batching.attempt(read, None)
+            values.append(value)
+        if "prefix_caching" in batching:
+            batching.attempt(lambda: batching.boolean("prefix_caching"), False)
+        batching.report_unread(BATCHING_KEYS)
+        engine.report_unread()
+        return values[0], values[1]
 
-    def integers(self, parent: Json, key: str, where: str, low: int, high: int) -> tuple[int, ...]:
-        values = parent.get(key)
-        if not isinstance(values, list) or not all(
-            isinstance(v, int) and not isinstance(v, bool) and low <= v <= high for v in values
-        ):
-            found = json.dumps(values)[:80] if key in parent else "nothing"
-            raise ArtifactError(
-                CONFIG, _join(where, key), found, f"a list of integers in {low}..{high}"
-            )
-        return tuple(values)
-
-    def names(self, section: Json, key: str, where: str, known: set[str]) -> Names:
-        names = self.object(section, key, where)
-        where = _join(where, key)
-        self.known_keys(names, where, known)
-        for role in names:
-            name = self.string(names, role, where)
-            per_layer = role.endswith("_names")
-            if name.count("%") != per_layer or name.count("%d") != per_layer:
-                wanted = "one %d, the layer" if per_layer else "a plain name"
-                self.problems.report(CONFIG, _join(where, role), json.dumps(name), wanted)
-        return Names({role: name for role, name in names.items() if role in known})
-
-    def required(self, names: Names, where: str, roles: Sequence[str]) -> None:
-        for role in roles:
-            if role not in names:
-                raise ArtifactError(CONFIG, _join(where, role), "nothing", "a name")
-
-    def distinct(self, where: str, inputs: Names, outputs: Names) -> None:
-        owner: dict[str, str] = {}
-        for part, names in (("inputs", inputs), ("outputs", outputs)):
-            for role, name in names.by_role.items():
-                if name in owner:
-                    self.problems.report(
-                        CONFIG,
-                        f"{where}.{part}.{role}",
-                        f"{name!r}, as {owner[name]}",
-                        "a name of its own",
-                    )
-                owner[name] = f"{where}.{part}.{role}"
-
-    def known_keys(self, section: Json, where: str, known: set[str]) -> None:
-        for key in section:
-            if key not in known:
-                self.problems.report(
-                    CONFIG,
-                    _join(where, key),
-                    "an unknown key",
-                    "one of " + ", ".join(sorted(known)),
-                )
-
-    def unknown(self, section: Json, where: str, known: set[str]) -> None:
-        """Remark on keys that nothing here acts on."""
-        for key in section:
-            if key not in known:
-                text = f"{_join(where, key)} is {shown(section[key])}: not a setting that is known "
-                text += "here, so it has no effect"
-                (self.remarks.note if section[key] is None else self.remarks.warn)(CONFIG, text)
-
-    def search(self, root: Json, context: int) -> None:
+    def search(self, context: int) -> None:
         """Remark on recommended settings of decoding."""
-        search = root.get("search")
-        if search is None:
+        if self.root.body.get("search") is None:
             return
-        if not isinstance(search, dict):
-            raise ArtifactError(CONFIG, "search", _kind(search), "an object")
-        report_generation(search, CONFIG, self.remarks, where="search", known=())
-        length = search.get("max_length")
+        search = self.root.section("search")
+        report_generation(search.body, CONFIG, self.remarks, where="search", known=())
+        length = search.body.get("max_length")
         if is_integer(length) and length < context:
             self.remarks.note(
                 CONFIG, f"search.max_length is {length}: each call says how many tokens it wants"
@@ -749,41 +496,84 @@ class _Reader:
             body = read_json(self.folder, TOKENIZER_CONFIG)
             report_tokenizer(body, TOKENIZER_CONFIG, self.remarks)
 
-    def misplaced(self, root: Json, model: Json) -> None:
-        """Settings of a drafter that stand outside its section, where nothing reads them."""
-        places = {"": root, "model": model}
-        for where, key in (("model", "decoder"), ("", "engine"), ("", "search")):
-            inner = (model if where else root).get(key)
-            if isinstance(inner, dict):
-                places[_join(where, key)] = inner
-        for where, section in places.items():
-            for key in sorted(_MISPLACED & set(section)):
-                self.problems.report(
-                    CONFIG, _join(where, key), _kind(section[key]), "it in a drafter's section"
-                )
 
-    def engine(self, root: Json) -> tuple[int | None, int | None]:
-        if "engine" not in root:
-            return None, None
-        section = self.object(root, "engine", "")
-        self.unknown(section, "engine", {"dynamic_batching", "static_batching"})
-        batching, where = section.get("dynamic_batching"), "engine.dynamic_batching"
-        if batching is None:
-            return None, None
-        if not isinstance(batching, dict):
-            raise ArtifactError(CONFIG, where, _kind(batching), "an object")
-        self.unknown(batching, where, _BATCHING_KEYS)
-        values: list[int | None] = []
-        for key in ("block_size", "max_batch_size", "num_blocks"):
-            value = None
-            if key in batching:
-                read = lambda k=key: self.integer(batching, k, where, 1, _INT32)  # noqa: E731
-                value = self.attempt(read, None)
-            values.append(value)
-        if "prefix_caching" in batching:
-            self.attempt(lambda: self.boolean(batching, "prefix_caching", where), None)
-        return values[0], values[1]
+def _sliding(decoder: Section) -> SlidingSection | None:
+    if decoder.body.get("sliding_window") is None:
+        return None
+    section = decoder.section("sliding_window")
+    section.known(_SLIDING_KEYS)
+    for key in ("slide_key_value_cache", "slide_inputs"):
+        # The runtime's default is true: it would feed prompts window by window, and the keys of
+        # one window would be all that its rows see. That is another model.
+        if section.boolean(key):
+            raise section.fail(key, "false: not implemented")
+    return SlidingSection(
+        window=section.integer("window_size"),
+        layers=section.integers("layers", 0, INT32),
+    )
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def _state_groups(decoder: Section) -> dict[str, tuple[int, ...]]:
+    result: dict[str, tuple[int, ...]] = {}
+    for group in decoder.sections("state_groups"):
+        kind = group.string("kind")
+        if kind not in ("paged_kv", "fixed_conv", "fixed_recurrent") or kind in result:
+            raise group.fail("kind", "one each of paged_kv, fixed_conv, fixed_recurrent")
+        result[kind] = group.integers("layer_ids", 0, INT32)
+        if "state_update" in group:
+            group.section("state_update").report_unread(("capacity", "key_head_count"))
+        group.report_unread(GROUP_KEYS)
+    return result
+
+
+def _shared(section: Section) -> dict[str, SharedTensor]:
+    result: dict[str, SharedTensor] = {}
+    for entry in section.sections("shared_initializers"):
+        entry.known({"name", "data_file", "offset", "length", "data_type", "shape"})
+        name = entry.string("name")
+        if name in result:
+            raise entry.fail("name", "each name once", f"a second {name!r}")
+        result[name] = SharedTensor(
+            name=name,
+            data_file=entry.string("data_file"),
+            offset=_decimal(entry, "offset"),
+            length=_decimal(entry, "length"),
+            data_type=entry.integer("data_type", 1, 64),
+            shape=entry.integers("shape", 0, 2**62),
+        )
+    return result
+
+
+def _decimal(section: Section, key: str) -> int:
+    text = section.string(key)
+    if not text.isascii() or not text.isdigit() or len(text) > 19:
+        raise section.fail(key, "a string of digits")
+    return int(text)
+
+
+def _names(section: Section, key: str, known: set[str]) -> Names:
+    names = section.section(key)
+    names.known(known)
+    for role in names.body:
+        name = names.string(role)
+        per_layer = role.endswith("_names")
+        if name.count("%") != per_layer or name.count("%d") != per_layer:
+            names.report(role, "one %d, the layer" if per_layer else "a plain name")
+    return Names({role: name for role, name in names.body.items() if role in known})
+
+
+def _require(section: Section, key: str, names: Names, roles: Sequence[str]) -> None:
+    for role in roles:
+        if role not in names:
+            raise ArtifactError(CONFIG, f"{section.at(key)}.{role}", "nothing", "a name")
+
+
+def _distinct(section: Section, inputs: Names, outputs: Names) -> None:
+    owner: dict[str, str] = {}
+    for part, names in (("inputs", inputs), ("outputs", outputs)):
+        for role, name in names.by_role.items():
+            path = f"{section.at(part)}.{role}"
+            if name in owner:
+                found = f"{name!r}, as {owner[name]}"
+                section.problems.report(CONFIG, path, found, "a name of its own")
+            owner[name] = path

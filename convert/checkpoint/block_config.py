@@ -15,6 +15,7 @@ from typing import Any
 
 from convert.checkpoint.section import PLAIN_ROPE, ModelSection, Quantized
 from convert.errors import Problems
+from convert.paths import CONFIG
 from convert.recipes import shortest
 from convert.unused import DRAFTER_KEYS, Remarks
 from jaxdraft.checkpoint.rotary import Rope
@@ -132,17 +133,17 @@ class _Block:
         remarks: Remarks,
     ):
         self.kind, self.target, self.problems = kind, target, problems
-        self.top = ModelSection(body, "", problems, remarks, _DRAFTER_DEFAULTS)
-        self.top.known(_DRAFTER | _BLOCK[kind])
+        self.top = ModelSection(body, CONFIG, "", problems, remarks, _DRAFTER_DEFAULTS)
+        self.top.known(_DRAFTER | _BLOCK[kind], nulls=True)
         inner = {} if body.get("dflash_config") is None else body["dflash_config"]
         if not isinstance(inner, dict):
             raise self.top.fail("dflash_config", "an object")
-        ModelSection(inner, "dflash_config", problems, remarks).known(_BLOCK[kind])
+        self.top.inner(inner, "dflash_config").known(_BLOCK[kind], nulls=True)
         for key in sorted(_BLOCK[kind] & inner.keys() & body.keys()):
             if inner[key] != body[key]:
                 problems.append(self.top.fail(key, f"{json.dumps(inner[key])}, of dflash_config"))
         outer = {key: body[key] for key in _BLOCK[kind] & body.keys()}
-        self.block = ModelSection({**outer, **inner}, "dflash_config", problems, remarks)
+        self.block = self.top.inner({**outer, **inner}, "dflash_config")
 
     def read(self) -> BlockFacts:
         top, block, target = self.top, self.block, self.target
@@ -153,10 +154,10 @@ class _Block:
         top.only("is_causal", False)
         self._agree("hidden_size", target.width)
         self._agree("vocab_size", target.vocab_size)
-        layers = top.whole("num_hidden_layers", high=4096)
+        layers = top.integer("num_hidden_layers", high=4096)
         eps = top.number("rms_norm_eps")
         taps = self._taps()
-        size = block.whole("block_size", 1 + own.module.first_row, 4096)
+        size = block.integer("block_size", 1 + own.module.first_row, 4096)
         rope, section = top.rope(PLAIN_ROPE, own.ropes)
         section.only("partial_rotary_factor", 1, 1.0)
         candidates = self._candidates()
@@ -167,13 +168,13 @@ class _Block:
             aux_width=len(taps) * target.width,
             layers=layers,
             attention=self._attention(eps, layers),
-            mlp_hidden=top.whole("intermediate_size"),
+            mlp_hidden=top.integer("intermediate_size"),
             norm_eps=eps,
             block_size=size,
             draft_tokens=own.draft_tokens(size),
             candidates=candidates,
             rank=self._rank(),
-            mask_token=block.whole("mask_token_id", 0, target.vocab_size - 1),
+            mask_token=block.integer("mask_token_id", 0, target.vocab_size - 1),
             # Positions are the target's, and the tables are made for all of them.
             context_length=target.context_length,
             embedding_scale=shortest(block.number("input_embedding_scale", 1.0)),
@@ -187,10 +188,10 @@ class _Block:
     def _draft_vocab(self, candidates: int) -> int | None:
         if self.top.body.get("draft_vocab_size") is None:
             return None
-        return self.top.whole("draft_vocab_size", candidates, self.target.vocab_size)
+        return self.top.integer("draft_vocab_size", candidates, self.target.vocab_size)
 
     def _agree(self, key: str, expected: int) -> None:
-        if self.top.whole(key) != expected:
+        if self.top.integer(key) != expected:
             self.problems.append(self.top.fail(key, f"{expected}, the target's"))
 
     def _taps(self) -> tuple[int, ...]:
@@ -205,11 +206,11 @@ class _Block:
 
     def _attention(self, eps: float, layers: int) -> AttentionConfig:
         top = self.top
-        heads = top.whole("num_attention_heads")
-        kv_heads = top.whole("num_key_value_heads", default=heads)
+        heads = top.integer("num_attention_heads")
+        kv_heads = top.integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise top.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
-        head_dim = top.whole("head_dim", 2)
+        head_dim = top.integer("head_dim", 2)
         if head_dim % 2:
             raise top.fail("head_dim", "an even number")
         return AttentionConfig(
@@ -237,22 +238,22 @@ class _Block:
         if not windowed:
             return FULL_ATTENTION
         top.only("max_window_layers", 0, layers)
-        return top.whole("sliding_window")
+        return top.integer("sliding_window")
 
     def _candidates(self) -> int:
         vocab = self.target.vocab_size
         if self.kind == "dflash2":
-            return self.block.whole("selector_top_k", 1, vocab)
-        return self.block.whole("selector_top_k", 1, vocab, min(DSPARK_CANDIDATES, vocab))
+            return self.block.integer("selector_top_k", 1, vocab)
+        return self.block.integer("selector_top_k", 1, vocab, min(DSPARK_CANDIDATES, vocab))
 
     def _rank(self) -> int:
         if self.kind == "dflash2":
-            return self.block.whole("selector_rank")
+            return self.block.integer("selector_rank")
         self.block.only("markov_head_type", "vanilla")
-        return self.block.whole("markov_rank")
+        return self.block.integer("markov_rank")
 
     def _conv(self) -> ConvConfig:
-        group = self.block.whole("conv_group_size", 1, self.target.width)
+        group = self.block.integer("conv_group_size", 1, self.target.width)
         if self.target.width % group:
             raise self.block.fail("conv_group_size", f"a divisor of {self.target.width}")
-        return ConvConfig(taps=self.block.whole("conv_kernel_size", 1, 64), group=group)
+        return ConvConfig(taps=self.block.integer("conv_kernel_size", 1, 64), group=group)

@@ -164,7 +164,7 @@ class _Target:
         name = body.get("model_type")
         alone = {f"{n}_text": f for n, f in FAMILIES.items() if f.composite}
         known = {**FAMILIES, **alone}
-        self.top = ModelSection(body, "", problems, remarks)
+        self.top = ModelSection(body, CONFIG, "", problems, remarks)
         if not isinstance(name, str) or name not in known:
             raise self.top.fail("model_type", "one of " + ", ".join(known))
         defaults = _DEFAULTS[known[name].model_type]
@@ -187,7 +187,7 @@ class _Target:
         if top is not text and text.body.get("quantization_config") is not None:
             raise text.fail("quantization_config", "none here: it stands outside")
         text.only("attn_output_gate", self.family.gated)
-        width, vocab = text.whole("hidden_size"), text.whole("vocab_size")
+        width, vocab = text.integer("hidden_size"), text.integer("vocab_size")
         eps = text.number("rms_norm_eps")
         attention, rope = self._attention(width, eps)
         config = self._config(width, vocab, eps, attention, head_stored)
@@ -211,12 +211,12 @@ class _Target:
         self, width: int, vocab: int, eps: float, attention: AttentionConfig, head_stored: bool
     ) -> TargetConfig:
         text = self.text
-        layers = self._layers(text.whole("num_hidden_layers", high=4096))
+        layers = self._layers(text.integer("num_hidden_layers", high=4096))
         if not {"attention", "sliding"} & set(layers):
             raise text.fail("layer_types", "at least one full_attention")
         sliding = None
         if "sliding" in layers:
-            sliding = dataclasses.replace(attention, window=text.whole("sliding_window"))
+            sliding = dataclasses.replace(attention, window=text.integer("sliding_window"))
         return TargetConfig(
             vocab_size=vocab,
             width=width,
@@ -227,7 +227,7 @@ class _Target:
             mlp=self._feed_forward(),
             norm_eps=eps,
             tied=self._tied(head_stored),
-            context_length=text.whole("max_position_embeddings", high=MAX_POSITIONS),
+            context_length=text.integer("max_position_embeddings", high=MAX_POSITIONS),
         )
 
     def _report(self) -> None:
@@ -254,12 +254,12 @@ class _Target:
         if names is not None:
             text.inert("full_attention_interval", "max_window_layers")
         if names is None and self.hybrid:
-            every = text.whole("full_attention_interval")
+            every = text.integer("full_attention_interval")
             names = [
                 "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
             ]
         elif names is None:
-            first = text.whole("max_window_layers", 0) if windowed else count
+            first = text.integer("max_window_layers", 0) if windowed else count
             names = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
         if (
             not isinstance(names, list)
@@ -273,13 +273,15 @@ class _Target:
 
     def _attention(self, width: int, eps: float) -> tuple[AttentionConfig, Rope]:
         text, family = self.text, self.family
-        heads = text.whole("num_attention_heads")
-        kv_heads = text.whole("num_key_value_heads", default=heads)
+        heads = text.integer("num_attention_heads")
+        kv_heads = text.integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise text.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
         if text.value("head_dim") is None and width % heads:
             raise text.fail("head_dim", "an integer")
-        head_dim = text.whole("head_dim") if text.value("head_dim") is not None else width // heads
+        head_dim = (
+            text.integer("head_dim") if text.value("head_dim") is not None else width // heads
+        )
         keys = PLAIN_ROPE | (MROPE if self.hybrid else set())
         rope, section = text.rope(keys, ("default",))
         fraction = 0.25 if self.hybrid else 1.0
@@ -310,31 +312,31 @@ class _Target:
     def _delta_net(self, eps: float) -> DeltaNetConfig:
         text = self.text
         text.only("mamba_ssm_dtype", "float32")
-        keys, values = text.whole("linear_num_key_heads"), text.whole("linear_num_value_heads")
+        keys, values = text.integer("linear_num_key_heads"), text.integer("linear_num_value_heads")
         if values % keys:
             raise text.fail("linear_num_value_heads", f"a multiple of the {keys} key heads")
         return DeltaNetConfig(
             key_heads=keys,
             value_heads=values,
-            key_dim=text.whole("linear_key_head_dim"),
-            value_dim=text.whole("linear_value_head_dim"),
-            conv_width=text.whole("linear_conv_kernel_dim", 2),
+            key_dim=text.integer("linear_key_head_dim"),
+            value_dim=text.integer("linear_value_head_dim"),
+            conv_width=text.integer("linear_conv_kernel_dim", 2),
             norm_eps=eps,
         )
 
     def _feed_forward(self) -> MlpConfig | MoeConfig:
         text = self.text
         if not self.family.model_type.endswith("_moe"):
-            return MlpConfig(hidden=text.whole("intermediate_size"))
+            return MlpConfig(hidden=text.integer("intermediate_size"))
         text.only("mlp_only_layers", [])
         text.only("decoder_sparse_step", 1)
         text.only("norm_topk_prob", True)
-        experts = text.whole("num_experts")
+        experts = text.integer("num_experts")
         return MoeConfig(
             experts=experts,
-            active=text.whole("num_experts_per_tok", high=experts),
-            hidden=text.whole("moe_intermediate_size"),
-            shared_hidden=text.whole("shared_expert_intermediate_size"),
+            active=text.integer("num_experts_per_tok", high=experts),
+            hidden=text.integer("moe_intermediate_size"),
+            shared_hidden=text.integer("shared_expert_intermediate_size"),
         )
 
     def _tied(self, head_stored: bool) -> bool:
@@ -359,11 +361,11 @@ class _Target:
             text.inert("mtp_num_hidden_layers")
             return None, ()
         problems = Problems()
-        apart = ModelSection(text.body, text.where, problems, text.remarks)
+        apart = ModelSection(text.body, CONFIG, text.where, problems, text.remarks)
         apart.only("mtp_use_dedicated_embeddings", False)
         text.inert("mtp_use_dedicated_embeddings", "mtp_num_hidden_layers")
         try:
-            if apart.whole("mtp_num_hidden_layers", 0, 1, default=0) == 0:
+            if apart.integer("mtp_num_hidden_layers", 0, 1, default=0) == 0:
                 return None, ()
         except ArtifactError as error:
             problems.append(error)
