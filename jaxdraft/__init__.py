@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdraft.base import (
     Drafter,
+    DrafterDefaults,
     DraftInfo,
     Feed,
     Lattice,
@@ -54,6 +55,7 @@ __all__ = [
     "ConfidentDrafter",
     "DraftInfo",
     "Drafter",
+    "DrafterDefaults",
     "Engine",
     "EngineEvent",
     "Event",

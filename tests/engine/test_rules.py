@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from jaxdraft import AdaptiveDrafter, Engine, Model, Sampling
+from jaxdraft import AdaptiveDrafter, Engine, FallbackDrafter, Model, NgramDrafter, Sampling
 from jaxdraft.keys import row_streams
 from jaxdraft.text import Text
 from tests.engine.helpers import VOCAB, alone, greedy, history_model
@@ -123,12 +123,15 @@ def test_map_is_generate() -> None:
     assert everything_is_free(engine)
 
 
-def test_what_a_drafter_learned_survives() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_drafter_learned_survives(beside: bool) -> None:
     """How far an adaptive drafter drafts decides which tokens are drawn: it may not forget when a
     row loses its place, and may not remember an earlier turn.
     """
     model = spoken()
-    drafter = AdaptiveDrafter(model.drafter, round_cost=0.1, draft_cost=0.6, gain=0.5)
+    drafter: Any = AdaptiveDrafter(model.drafter, round_cost=0.1, draft_cost=0.6, gain=0.5)
+    if beside:  # what a drafter inside another learned survives, too
+        drafter = FallbackDrafter(NgramDrafter(3, 4, drafter.draft_tokens), drafter)
     engine = Engine(model, drafter=drafter, **SIZES)
     said = [p[:3] for p in prompts(4, seed=12, longest=8)]
     rules: dict[str, Any] = dict(
