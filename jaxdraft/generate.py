@@ -21,13 +21,13 @@ from jaxdraft import guard
 from jaxdraft import prompts as given
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
-from jaxdraft.keys import row_streams
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
 from jaxdraft.prompts import Prompts, host, traced
+from jaxdraft.requests import Options, check
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
-from jaxdraft.sampling import Sampling, SamplingRules
+from jaxdraft.sampling import Sampling
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
@@ -170,26 +170,27 @@ def generate(
         arguments of the wrong form. Nothing was allocated or run.
       FloatingPointError: with ``throw``, non-finite logits.
     """
-    plan = _plan(
-        model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens, memory, sampling, key, stop, logprobs,
+    options = Options(
+        max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit,
+        max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
     )  # fmt: skip
-    given.check_varying(model, plan.drafter, plan.tokens, plan.lengths, plan.rules)
+    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
+    given.check_varying(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
     out = _generate(
         model.target,
-        plan.drafter,
-        plan.tokens,
-        plan.lengths,
-        plan.rules,
-        new_tokens=plan.new_tokens,
+        ready.drafter,
+        ready.tokens,
+        ready.lengths,
+        ready.rules,
+        new_tokens=ready.new_tokens,
         trace=trace,
         logprobs=logprobs,
     )
-    out = _described(out, model, plan)
+    out = _described(out, model, ready)
     if traced(out):  # by way of any argument: the output's values are not there yet
-        cropped = jax.tree.map(lambda x: x[:, : plan.wanted], out.logprobs)
-        return replace(out, tokens=out.tokens[:, : plan.wanted], logprobs=cropped)
-    return _finish(out, plan.wanted, throw)
+        cropped = jax.tree.map(lambda x: x[:, : ready.wanted], out.logprobs)
+        return replace(out, tokens=out.tokens[:, : ready.wanted], logprobs=cropped)
+    return _finish(out, ready.wanted, throw)
 
 
 def stream(
@@ -217,12 +218,13 @@ def stream(
 
     Args, Raises: see :func:`generate`. Arguments are checked before this returns.
     """
-    plan = _plan(
-        model, prompts, lengths, max_new_tokens, stop_ids, draft_limit, max_length, drafter,
-        draft_tokens, memory, sampling, key, stop, logprobs,
+    options = Options(
+        max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit,
+        max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
     )  # fmt: skip
-    given.check_concrete(model, plan.drafter, plan.tokens, plan.lengths, plan.rules)
-    return _stream(model, plan, throw, logprobs)
+    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
+    given.check_concrete(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
+    return _stream(model, ready, throw, logprobs)
 
 
 def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
@@ -404,7 +406,9 @@ def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
 
 
 @struct.dataclass
-class _Plan:
+class _Prepared:
+    """Arguments of a generation, checked and on the device."""
+
     drafter: Drafter
     tokens: jax.Array  # [B, P], padded to a bucket
     lengths: jax.Array  # [B]
@@ -414,116 +418,53 @@ class _Plan:
     stop: tuple[str, ...]
 
 
-def _plan(
+def _prepare(
     model: Model,
     prompts: Prompts,
     lengths: Any,
-    max_new_tokens: int | Sequence[int],
-    stop_ids: Sequence[int] | None,
-    draft_limit: Any,
-    max_length: int | None,
+    options: Options,
     drafter: str | Drafter,
     draft_tokens: int | None,
     memory: int | str | None,
-    sampling: Sampling | None = None,
-    key: jax.Array | int | None = None,
-    stop: str | Sequence[str] = (),
-    logprobs: int | None = None,
-) -> _Plan:
+) -> _Prepared:
     """Check everything, then put it on the device."""
     guard.check_target(model.target)
     given.check_static(
-        max_new_tokens=max_new_tokens, max_length=max_length, draft_tokens=draft_tokens,
-        logprobs=logprobs, memory=memory,
+        max_new_tokens=options.max_new_tokens, max_length=options.max_length,
+        draft_tokens=draft_tokens, logprobs=options.logprobs, memory=memory,
     )  # fmt: skip
     chosen = model.choose(drafter, draft_tokens)
     ids, count = given.arrays(model, prompts, lengths)
-    unknown = traced(ids, count)
-    batch = ids.shape[0]
-    limit = model.info.context_length if max_length is None else max_length
-    if not 1 <= limit <= model.info.context_length:
-        raise ValueError(
-            f"max_length is {limit}; the model's context has {model.info.context_length} positions"
-        )
-    if not unknown:
-        for row, n in enumerate(count):
-            if n >= limit:
-                raise ValueError(
-                    f"prompt {row} has {n} tokens; with max_length {limit} the longest prompt that "
-                    f"leaves room for one token has {limit - 1}"
-                )
-    wanted = given.per_row("max_new_tokens", max_new_tokens, batch, low=1)
-    vocab = model.target.vocab_size
-    stops = given.stop_rows(model.info.stop_ids if stop_ids is None else stop_ids, vocab, batch)
-    drafts = chosen.draft_tokens if draft_limit is None else draft_limit
-    drafts = given.per_row("draft_limit", drafts, batch, low=0)
-    most = int(wanted.max())
+    batch, unknown = ids.shape[0], traced(ids, count)
+    found = check(model, options, count, draft_tokens=chosen.draft_tokens)
+    wanted = most = int(found.max_new_tokens.max())
     if not unknown:  # no row can emit more than the context leaves
-        longest = int(count.min())
-        most = min(most, limit - longest)
-    new_tokens = given.bucket_of(most)
-    if not unknown:
+        most = min(most, found.max_length - int(count.min()))
         ids = given.pad(ids, given.bucket_of(ids.shape[1]))
+    new_tokens = given.bucket_of(most)
     if memory is not None:
         capacity = ids.shape[1] + new_tokens  # as in `_start`
         check_batch(model.target, chosen, batch=batch, capacity=capacity, memory=memory)
-    if logprobs is not None and not 0 <= logprobs <= vocab:
-        raise ValueError(f"logprobs is {logprobs}; expected 0..{vocab} alternatives")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    which = np.zeros((batch,), np.int32)
-    automaton = (stop_table(model, strings)[None], which) if strings else None
-    how = sampling_rules(sampling, key, batch, vocab)
-    if sampling is not None and how is not None:
-        drafts = sampling.limit(drafts, how)
     fields = dict(
-        stop_ids=stops,
-        max_new_tokens=wanted,
-        max_length=np.full((batch,), limit, np.int32),
-        draft_limit=drafts,
-        sampling=how,
+        stop_ids=found.stop_ids,
+        max_new_tokens=found.max_new_tokens,
+        max_length=np.full((batch,), found.max_length, np.int32),
+        draft_limit=found.draft_limit,
+        sampling=found.sampling,
     )
+    automaton = None
+    if found.automaton is not None:
+        automaton = (found.automaton[None], np.zeros((batch,), np.int32))
     # One transfer for everything.
     ids, count, fields, automaton = jax.device_put((ids, count, fields, automaton))
     rules = Rules(**fields, stop_text=None if automaton is None else StopText(*automaton))
-    return _Plan(chosen, ids, count, rules, new_tokens, int(wanted.max()), strings)
+    return _Prepared(chosen, ids, count, rules, new_tokens, wanted, found.stop)
 
 
-def sampling_rules(
-    sampling: Sampling | None, key: jax.Array | int | None, batch: int, vocab_size: int
-) -> SamplingRules | None:
-    """The rules of ``batch`` rows, with a stream for each if anything is random.
-
-    Raises:
-      ValueError: a key is needed and is not there, or as :meth:`Sampling.resolve`.
-    """
-    if sampling is None:
-        return None
-    if not sampling.random:
-        return sampling.resolve(batch, vocab_size, None)
-    if key is None:
-        raise ValueError(
-            f"temperature is {sampling.temperature!r} and key is None: sampling needs a key or a "
-            "seed, such as key=jax.random.key(0)"
-        )
-    return sampling.resolve(batch, vocab_size, row_streams(key, batch))
-
-
-def stop_table(model: Model, strings: tuple[str, ...]) -> np.ndarray:
-    """The automaton of stop strings over a model's tokens, [states, V] int16.
-
-    Raises:
-      ValueError: the model has no tokenizer, or one that stop strings cannot be found with, or a
-        string is empty.
-    """
-    if model.text is None:
-        raise ValueError("the model has no tokenizer: stop strings need one, stop_ids do not")
-    return model.text.stop_table(strings, model.target.vocab_size)
-
-
-def _described(out: Output, model: Model, plan: _Plan) -> Output:
+def _described(out: Output, model: Model, ready: _Prepared) -> Output:
     """Add what the texts of an output are read with."""
     return replace(
-        out, prompts=plan.tokens, prompt_lengths=plan.lengths, text=model.text, stop=plan.stop
+        out, prompts=ready.tokens, prompt_lengths=ready.lengths, text=model.text, stop=ready.stop
     )
 
 
@@ -548,27 +489,27 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
 
 
 def _stream(
-    model: Model, plan: _Plan, throw: bool, logprobs: int | None
+    model: Model, ready: _Prepared, throw: bool, logprobs: int | None
 ) -> Generator[Event, None, Output]:
-    target, drafter = model.target, plan.drafter
+    target, drafter = model.target, ready.drafter
     state, info = _start_program(
         target,
         drafter,
-        plan.tokens,
-        plan.lengths,
-        plan.rules,
-        new_tokens=plan.new_tokens,
+        ready.tokens,
+        ready.lengths,
+        ready.rules,
+        new_tokens=ready.new_tokens,
         logprobs=logprobs,
     )
-    batch = plan.tokens.shape[0]
+    batch = ready.tokens.shape[0]
     seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
-    prompt, ids = host(plan.lengths), host(plan.tokens)
+    prompt, ids = host(ready.lengths), host(ready.tokens)
     texts = None
     if model.text is not None:
         parts = (row[:n] for row, n in zip(ids, prompt, strict=True))
-        texts = [OutputText(model.text, prompt=part, stop=plan.stop) for part in parts]
+        texts = [OutputText(model.text, prompt=part, stop=ready.stop) for part in parts]
     done = np.zeros(batch, bool)
-    said = _no_logprobs(batch, plan.new_tokens, logprobs)
+    said = _no_logprobs(batch, ready.new_tokens, logprobs)
     while True:
         status, emitted = host(state.status), host(state.emitted)
         tokens, chances = host(state.tokens), jax.tree.map(host, info.logprobs)
@@ -589,7 +530,7 @@ def _stream(
         seen = emitted.astype(np.int64)
         if done.all():
             break
-        state, info = _round_program(target, drafter, state, plan.rules, logprobs=logprobs)
+        state, info = _round_program(target, drafter, state, ready.rules, logprobs=logprobs)
         accepted = host(info.accepted)
-    out = replace(_output_program(state, plan.lengths, plan.new_tokens), logprobs=said)
-    return _finish(_described(out, model, plan), plan.wanted, throw)
+    out = replace(_output_program(state, ready.lengths, ready.new_tokens), logprobs=said)
+    return _finish(_described(out, model, ready), ready.wanted, throw)

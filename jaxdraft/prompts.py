@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxdraft.base import NO_TOKEN
 from jaxdraft.model import Model
+from jaxdraft.sizes import power_of_two
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 
@@ -236,23 +237,23 @@ def stop_rows(stops: Any, vocab_size: int, batch: int) -> Any:
         given = jnp.asarray(stops)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
             raise ValueError(f"stop_ids are {given.dtype}{given.shape}; expected a row of integers")
-        row = jnp.pad(given.astype(jnp.int32), (0, _power(given.size)), constant_values=NO_TOKEN)
-        return jnp.tile(row[: _power(given.size)], (batch, 1))
+        row = jnp.pad(
+            given.astype(jnp.int32),
+            (0, power_of_two(given.size, least=4)),
+            constant_values=NO_TOKEN,
+        )
+        return jnp.tile(row[: power_of_two(given.size, least=4)], (batch, 1))
     listed = tuple(int(i) for i in (host(stops) if isinstance(stops, jax.Array) else stops))
     for i in listed:
         if not 0 <= i < vocab_size:
             raise ValueError(f"stop id {i} is not in the vocabulary of {vocab_size}")
-    padded = [*listed, *[NO_TOKEN] * (_power(len(listed)) - len(listed))]
+    padded = [*listed, *[NO_TOKEN] * (power_of_two(len(listed), least=4) - len(listed))]
     return np.tile(np.asarray(padded, np.int32), (batch, 1))
-
-
-def _power(size: int) -> int:
-    return max(4, 1 << (size - 1).bit_length()) if size else 4
 
 
 def bucket_of(size: int) -> int:
     """The next power of two, at least 16: sizes of buffers, so that few programs exist."""
-    return max(_MIN_BUCKET, 1 << (size - 1).bit_length())
+    return power_of_two(size, least=_MIN_BUCKET)
 
 
 def pad(ids: Any, size: int) -> Any:

@@ -26,6 +26,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxdraft.sizes import power_of_two
+
 
 @struct.dataclass
 class StopText:
@@ -118,7 +120,7 @@ def token_automaton(strings: Sequence[str], tokens: Sequence[bytes], vocab: int)
     states = over_bytes.shape[0]
     if states > 2**14:
         raise ValueError(f"stop strings have {states - 1} bytes together; expected below {2**14}")
-    size = max(16, 1 << (states - 1).bit_length())
+    size = power_of_two(states, least=16)
     lengths = np.zeros(vocab, np.int64)
     known = min(vocab, len(tokens))
     lengths[:known] = [len(t) for t in tokens[:known]]

@@ -15,6 +15,7 @@ import pytest
 
 import jaxdraft
 from jaxdraft import Model, generate, score, stream
+from jaxdraft.requests import Options
 from jaxdraft.telemetry import summarize
 from jaxdraft.testing import TableDrafter, TableTarget, tiny_model
 
@@ -162,33 +163,38 @@ def test_streaming_compiles_the_round_once() -> None:
     assert again == []
 
 
+def _prepared(model: Model, prompts: list[list[int]]) -> Any:
+    options = Options(max_new_tokens=12, stop_ids=())
+    return front._prepare(model, prompts, None, options, "auto", None, None)
+
+
 def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
     """The program takes device arrays and gives device arrays; nothing in it asks the host."""
-    plan = front._plan(model, [[1, 2, 3], [4]], None, 12, (), None, None, "auto", None, None)
+    ready = _prepared(model, [[1, 2, 3], [4]])
     run = functools.partial(
-        front._generate, model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
-        new_tokens=plan.new_tokens, trace=False, logprobs=None,
+        front._generate, model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
+        new_tokens=ready.new_tokens, trace=False, logprobs=None,
     )  # fmt: skip
     run()
     with jax.transfer_guard("disallow"):
         out = run()
         out.tokens.block_until_ready()
     text = front._generate.lower(
-        model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
-        new_tokens=plan.new_tokens, trace=False, logprobs=None,
+        model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
+        new_tokens=ready.new_tokens, trace=False, logprobs=None,
     ).compile().as_text()  # fmt: skip
     for word in ("infeed", "outfeed", "send(", "recv(", "xla_python_cpu_callback", "ffi_python"):
         assert word not in text
 
 
 def test_the_round_donates_its_state(model: Model) -> None:
-    plan = front._plan(model, [[1, 2, 3]], None, 12, (), None, None, "auto", None, None)
+    ready = _prepared(model, [[1, 2, 3]])
     state, _ = front._start_program(
-        model.target, plan.drafter, plan.tokens, plan.lengths, plan.rules,
-        new_tokens=plan.new_tokens,
+        model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
+        new_tokens=ready.new_tokens,
     )  # fmt: skip
     before = state.target.pool.keys[0]
-    front._round_program(model.target, plan.drafter, state, plan.rules)
+    front._round_program(model.target, ready.drafter, state, ready.rules)
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(before)
 

@@ -163,6 +163,13 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert circles(module_graph()) <= CYCLES
 
 
+def test_the_engine_does_not_import_generate() -> None:
+    """Both take their options from ``requests`` and their prompts from ``prompts``."""
+    graph = module_graph()
+    inside = [name for name in graph if name.startswith("jaxdraft.engine")]
+    assert inside and not any("jaxdraft.generate" in graph[name] for name in inside)
+
+
 def folder_of(name: str) -> str:
     """Return the package that a module lies in, itself if the module is a package."""
     path = ROOT / name.replace(".", "/")

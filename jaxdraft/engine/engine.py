@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxdraft.model import Model
 from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH
 from jaxdraft.prompts import one_prompt
+from jaxdraft.requests import Options
 from jaxdraft.sampling import Sampling
 from jaxdraft.state.budget import whole
 from jaxdraft.telemetry import Summary
@@ -182,21 +183,14 @@ class Engine:
             Other requests are not affected.
         """
         self._usable()
-        options = dict(
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            draft_limit=draft_limit,
-            max_length=max_length,
-            sampling=sampling,
-            key=key,
-            stop=stop,
-            logprobs=logprobs,
-            row=row,
-        )
-        ids = self._ids(prompt)
+        options = Options(
+            max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit, row=row,
+            max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
+        )  # fmt: skip
+        ids = one_prompt(self.model, prompt)
         rules = self._rules(len(ids), options)
-        sequence = Sequence(next(self._number), ids, rules, keep=keep, counters=self._counters)
-        sequence.options = options
+        number = next(self._number)
+        sequence = Sequence(number, ids, options, rules, keep=keep, counters=self._counters)
         request = Request(self, sequence)
         self._queue(request)
         return request
@@ -220,13 +214,13 @@ class Engine:
         sequence = request._sequence
         if sequence.phase is not Phase.DONE or sequence.error is not None:
             raise ValueError(f"{request!r} cannot be continued: expected a finished request")
-        if unknown := set(rules) - set(sequence.options):
-            raise ValueError(f"unknown rules {sorted(unknown)}; expected {list(sequence.options)}")
-        options = {**sequence.options, **rules}
-        ids = self._ids(tokens)
+        names = [field.name for field in fields(Options)]
+        if unknown := set(rules) - set(names):
+            raise ValueError(f"unknown rules {sorted(unknown)}; expected {names}")
+        options = replace(sequence.options, **rules)
+        ids = one_prompt(self.model, tokens)
         found = self._rules(len(sequence.ids) + len(ids), options)
-        sequence.options = options
-        sequence.begin(ids, found)
+        sequence.begin(ids, options, found)
         self._queue(request)
         return request
 
@@ -578,10 +572,7 @@ class Engine:
         self._handles[request.number] = request
         self.scheduler.add(request._sequence)
 
-    def _ids(self, prompt: str | Ids[int]) -> list[int]:
-        return one_prompt(self.model, prompt)
-
-    def _rules(self, length: int, options: dict[str, Any]) -> RequestRules:
+    def _rules(self, length: int, options: Options) -> RequestRules:
         """The rules of a request, checked before it is queued."""
         rules = check_rules(self.model, self.draft_tokens, self.context, length, options)
         pages = self.scheduler.pages

@@ -20,6 +20,7 @@ from flax import struct
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
+from jaxdraft.sizes import power_of_two
 from jaxdraft.state import rows as rows_
 from jaxdraft.state.rows import Layout
 
@@ -70,7 +71,7 @@ def bucket(sizes: tuple[int, ...], wanted: int) -> int:
 def _powers(most: int, factor: int, least: int) -> tuple[int, ...]:
     sizes = [most]
     while sizes[0] // factor >= least:
-        sizes.insert(0, 1 << (-(-sizes[0] // factor) - 1).bit_length() if sizes[0] > 1 else 1)
+        sizes.insert(0, power_of_two(-(-sizes[0] // factor)))
         if len(sizes) > 1 and sizes[0] >= sizes[1]:
             sizes.pop(0)
             break

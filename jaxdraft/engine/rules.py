@@ -13,11 +13,12 @@ import numpy as np
 
 from jaxdraft.base import NO_TOKEN, Truncation
 from jaxdraft.engine.sequence import RequestRules, Sequence
-from jaxdraft.generate import sampling_rules, stop_table
-from jaxdraft.keys import STREAM_IMPL, row_streams
+from jaxdraft.keys import STREAM_IMPL
 from jaxdraft.model import Model
+from jaxdraft.requests import Options, check
 from jaxdraft.round import Rules
-from jaxdraft.sampling import Penalties, Sampling, SamplingRules
+from jaxdraft.sampling import Penalties, SamplingRules
+from jaxdraft.sizes import power_of_two
 from jaxdraft.state.budget import whole
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText
 
@@ -52,14 +53,14 @@ class Form:
         """The form of one request."""
         how, n = rules.sampling, rules.logprobs
         return cls(
-            stops=_power(max(4, len(rules.stop_ids))),
+            stops=power_of_two(len(rules.stop_ids), least=4),
             samples=how is not None,
             random=how is not None and how.streams is not None,
             penalties=how is not None and how.penalties is not None,
             bias=how is not None and how.bias is not None,
             allowed=how is not None and how.allowed is not None,
             automata=(0, 0) if rules.automaton is None else (1, rules.automaton.shape[0]),
-            logprobs=_power(n) if n else n,
+            logprobs=power_of_two(n) if n else n,
         )
 
     def __or__(self, other: Form) -> Form:
@@ -107,7 +108,7 @@ class RulesTable:
                 self.form = self.form | Form.of(rules)
         names = {r.stop for r in found if r is not None and r.automaton is not None}
         if names:
-            size = max(self.form.automata[0], _power(len(names)))
+            size = max(self.form.automata[0], power_of_two(len(names)))
             self.form = dataclasses.replace(self.form, automata=(size, self.form.automata[1]))
         self.rules, self._held = self._build(found), found
 
@@ -202,11 +203,6 @@ class RulesTable:
         return StopText(self._tables[key], rows)
 
 
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> np.ndarray:
     """Put automata [s, V] of several sizes into one table [count, states, V]."""
     table = np.zeros((count, states, vocab), np.int16)
@@ -216,70 +212,53 @@ def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> n
 
 
 def check_rules(
-    model: Model, draft_tokens: int, context: int, length: int, options: Mapping[str, Any]
+    model: Model, draft_tokens: int, context: int, length: int, options: Options
 ) -> RequestRules:
-    """The rules of one request, everything about them checked.
+    """Return the rules of one request, everything about them checked.
 
     Args:
       model: the model.
       draft_tokens: K.
       context: the longest sequence.
       length: tokens before the output.
-      options: as the arguments of :meth:`jaxdraft.Engine.submit`.
+      options: the arguments of :meth:`jaxdraft.Engine.submit`.
 
     Raises:
       ValueError: as there.
     """
-    vocab = model.target.vocab_size
-    limit = options["max_length"]
-    limit = context if limit is None else whole("max_length", limit)
-    if limit > context:
-        raise ValueError(f"max_length is {limit}; the engine's context has {context} positions")
-    if length >= limit:
-        raise ValueError(
-            f"the prompt has {length} tokens; with max_length {limit} the longest prompt that "
-            f"leaves room for one token has {limit - 1}"
-        )
-    stops = options["stop_ids"]
-    stops = model.info.stop_ids if stops is None else tuple(int(i) for i in stops)
-    for i in stops:
-        if not 0 <= i < vocab:
-            raise ValueError(f"stop id {i} is not in the vocabulary of {vocab}")
-    drafts = options["draft_limit"]
-    drafts = draft_tokens if drafts is None else min(draft_tokens, whole("draft_limit", drafts, 0))
-    logprobs = options["logprobs"]
-    if logprobs is not None and not 0 <= logprobs <= vocab:
-        raise ValueError(f"logprobs is {logprobs}; expected 0..{vocab} alternatives")
-    strings = options["stop"]
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
-    sampling, how = options["sampling"], None
-    if sampling is not None:
-        how = _one_row(sampling, options["key"], options["row"], vocab)
-        drafts = int(sampling.limit(np.asarray([drafts]), how)[0])
-    return RequestRules(
-        stop_ids=stops,
-        max_new_tokens=min(whole("max_new_tokens", options["max_new_tokens"]), limit - length),
-        max_length=limit,
-        draft_limit=drafts,
-        sampling=how,
-        stop=strings,
-        automaton=stop_table(model, strings) if strings else None,
-        logprobs=logprobs,
-    )
-
-
-def _one_row(sampling: Sampling, key: Any, row: int, vocab: int) -> SamplingRules:
-    """One row of rules in numpy, its stream as raw data: nothing waits on the device."""
-    if sampling.mask is not None:
+    if options.sampling is not None and options.sampling.mask is not None:
         raise ValueError(
             "sampling.mask is a function and belongs to a whole program: generate takes one; "
             "requests that share a batch take arrays (allowed, logit_bias)"
         )
-    rules = sampling_rules(sampling, key, 1, vocab)
-    assert rules is not None
+    integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with the least of each
+    given = {name: (getattr(options, name), low) for name, low in integers.items()}
+    one: dict[str, Any] = {
+        name: whole(name, v, low) for name, (v, low) in given.items() if v is not None
+    }
+    lengths = np.asarray([length], np.int32)
+    found = check(
+        model, replace(options, **one), lengths, draft_tokens=draft_tokens, engine=context
+    )
+    return RequestRules(
+        stop_ids=tuple(i for i in found.stop_ids[0].tolist() if i != NO_TOKEN),
+        max_new_tokens=min(int(found.max_new_tokens[0]), found.max_length - length),
+        max_length=found.max_length,
+        draft_limit=min(draft_tokens, int(found.draft_limit[0])),
+        sampling=_on_host(found.sampling),
+        stop=found.stop,
+        automaton=found.automaton,
+        logprobs=found.logprobs,
+    )
+
+
+def _on_host(rules: SamplingRules | None) -> SamplingRules | None:
+    """Return one row of rules in numpy, its stream as raw data: nothing waits on the device."""
+    if rules is None:
+        return None
     streams = rules.streams
     if streams is not None:
-        streams = np.asarray(jax.random.key_data(row_streams(key, 1, first=row)))
+        streams = np.asarray(jax.random.key_data(streams))
     rules = replace(rules, streams=None)
     return replace(jax.tree.map(np.asarray, rules), streams=streams)
 

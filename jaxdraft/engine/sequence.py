@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdraft.engine.counters import Counters, Counts
 from jaxdraft.engine.programs import Columns
+from jaxdraft.requests import Options
 from jaxdraft.round import Logprobs
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.text import OutputText, Text
@@ -55,14 +56,15 @@ class Sequence:
     Args:
       number: the request's number.
       ids: the prompt.
-      rules: the rules of the first turn.
+      options: the options of the first turn.
+      rules: the same, checked.
       keep: whether its cache stays in place when a turn is over.
       counters: the engine's counters.
 
     Attributes:
       ids: all tokens, those of earlier turns included.
       turns: the turns, oldest first; only a rewound sequence has an empty one.
-      options: the arguments that the rules were made from.
+      options: the options that the rules were made from.
       phase: where it is.
       order: its place in the queue; each turn has a new one.
       row: its row on the device, if it has one.
@@ -88,10 +90,16 @@ class Sequence:
     """
 
     def __init__(
-        self, number: int, ids: Ids[int], rules: RequestRules, *, keep: bool, counters: Counters
+        self,
+        number: int,
+        ids: Ids[int],
+        options: Options,
+        rules: RequestRules,
+        *,
+        keep: bool,
+        counters: Counters,
     ) -> None:
         self.number, self.keep, self.counters = number, keep, counters
-        self.options: dict[str, Any] = {}
         self.ids: list[int] = []
         self.turns: list[Turn] = []
         self.row: int | None = None
@@ -103,11 +111,11 @@ class Sequence:
         self.pending_checkpoints: dict[int, Any] = {}
         self.preemptions, self.reused = 0, 0
         self.done = Counts.zeros(counters.draft_tokens)
-        self.begin(ids, rules)
+        self.begin(ids, options, rules)
 
-    def begin(self, ids: Ids[int], rules: RequestRules) -> None:
+    def begin(self, ids: Ids[int], options: Options, rules: RequestRules) -> None:
         """Begin another turn. Nothing of it was emitted yet."""
-        self.rules = rules
+        self.options, self.rules = options, rules
         start = len(self.ids)
         self.turns.append(Turn(start, start + len(ids), self.checkpoint))
         self.ids.extend(ids)

@@ -25,7 +25,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import MAX_ROWS
-from jaxdraft.kernels.launch import LEAST, by_platform, ceil_div, iota, launch, power_of_two
+from jaxdraft.kernels.launch import LEAST, by_platform, ceil_div, iota, launch
+from jaxdraft.sizes import power_of_two
 from jaxdraft.state.paged import Chunk, Source, Span, read_span
 
 _PROGRAMS = 256

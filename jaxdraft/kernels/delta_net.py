@@ -24,7 +24,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import MAX_ROWS, PALLAS
-from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch, power_of_two
+from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
+from jaxdraft.sizes import power_of_two
 from jaxdraft.state.recurrent import Capsule
 
 _EXACT = lax.Precision.HIGHEST  # the state is float32 everywhere

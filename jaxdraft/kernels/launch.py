@@ -16,11 +16,6 @@ LEAST = 16
 """Rows and columns of the smallest matrix product of a GPU's tensor cores."""
 
 
-def power_of_two(size: int, *, least: int = 1) -> int:
-    """Return the smallest power of two that is at least ``size`` and ``least``."""
-    return max(least, 1 << max(size - 1, 0).bit_length())
-
-
 def launch(
     kernel: Callable[..., None],
     arrays: Sequence[jax.Array],

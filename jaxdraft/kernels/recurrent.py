@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch, power_of_two
+from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
+from jaxdraft.sizes import power_of_two
 
 _CHANNELS = 512
 """Channels of the convolution's rows that a program moves."""
