@@ -253,7 +253,8 @@ def release(pool: AnyPool, rows: jax.Array) -> AnyPool:
     chex.assert_shape(rows, pool.length.shape)
     back = rows[:, None] & (pool.table != NO_PAGE)
     # Each page goes to its own entry above the top of the stack; the others are dropped.
-    place = pool.free_count + jnp.cumsum(back.reshape(-1)).reshape(back.shape) - 1
+    place = jnp.cumsum(back.reshape(-1), dtype=jnp.int32).reshape(back.shape)
+    place = pool.free_count + place - 1
     free = pool.free.at[jnp.where(back, place, NO_PAGE)].set(pool.table, mode="drop")
     return replace(
         pool,
