@@ -23,8 +23,6 @@ LONG_FILES = {
     "jaxdraft/generate.py",
 }
 LONG_BODIES = {
-    "convert.artifact.mtp.plan_mtp",
-    "convert.artifact.attention.attention",
     "jaxdraft.checkpoint.config.target_json",
     "jaxdraft.draft.mtp.MtpDrafter.propose",
     "jaxdraft.kernels.attention._share_kernel",

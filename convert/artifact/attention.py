@@ -116,8 +116,34 @@ def attention_core(walk: Walk, value: str) -> Core:
     return Core(call, heads, kv_heads, window, shortest(a["softcap"]), bool(a["do_rotary"]))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What enters an attention operator, read back to the rows of the layer."""
+
+    source: str
+    matrices: list[Matrix]  # one of queries, keys and values, or three
+    norms: tuple[Norm | None, Norm | None] = (None, None)  # of the heads of queries and keys
+    tables: Tables | None = None  # of a rotation outside the operator
+
+
 def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
-    """``value = o(attention(qkv(x)))``, its output gated by a sigmoid if the layer has gates.
+    r"""``value = o(attention(qkv(x)))``, its output gated by a sigmoid if the layer has gates.
+
+    Accepted, from the value (below) up to the rows x; what is in brackets may be missing:
+
+                    x                        or          x
+            /       |       \                            |
+        MatMul    MatMul    MatMul                     MatMul
+          |         |         |                          |
+        [gate]      |         |            (queries, keys and values side by side)
+        [norm]    [norm]      |                          |
+        [rotate]  [rotate]    |                          |
+            \       |       /                            |
+           GroupQueryAttention, PagedAttention  <-- caches, lengths, [tables], [head norms]
+                        |
+                      [Mul]  <-- Sigmoid <-- the gate's half of the queries' product
+                        |
+                     MatMul = value
 
     The order of the rows of the input product is queries (each head's gate after it), keys,
     values; whether the graph keeps one matrix or three.
@@ -135,45 +161,43 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
             walk.file, label, f"{out.shape[1]} output channels", f"a multiple of {core.heads} heads"
         )
     head_dim = out.shape[1] // core.heads
-    query_rows = core.heads * head_dim * (2 if gate else 1)
-    kv_rows = core.kv_heads * head_dim
     bounded = _attention_state(walk, call, io, layer, core.kv_heads, head_dim)
     if bounded and core.window == FULL_ATTENTION:
         raise ArtifactError(
             walk.file, f"{label}, local_window_size", "none, over a bounded cache", "a width"
         )
-    tables = (
-        rotary_tables(walk, call["cos_cache"], call["sin_cache"], label) if core.rotary else None
-    )
-
-    if not call["key"]:  # rows of queries, keys and values, side by side
-        if gate:
-            raise ArtifactError(walk.file, label, "packed rows and a gate", "one or the other")
-        source, qkv = linear(walk, call["query"], width, query_rows + 2 * kv_rows)
-        q_norm = k_norm = None
-        matrices = [qkv]
+    if call["key"]:
+        inputs = _separate_inputs(walk, core, io, head_dim, width, gate)
     else:
-        q, q_norm, q_tables = _heads(walk, call["query"], io, core.heads, head_dim)
-        k, k_norm, k_tables = _heads(walk, call["key"], io, core.kv_heads, head_dim)
-        v = call["value"]
-        if (q_tables is None) != (k_tables is None) or (q_tables and core.rotary):
-            raise ArtifactError(walk.file, label, "rotation of some kind twice or once", "one kind")
-        tables = tables or _same_tables(walk, q_tables, k_tables, label)
-        if gate:
-            q = _gated(walk, q, gate, io, core.heads, head_dim)
-        source, matrices = _projections(walk, label, (q, k, v), (query_rows, kv_rows), width)
+        inputs = _packed_inputs(walk, core, head_dim, width, gate)
+    tables = inputs.tables
+    if core.rotary:
+        tables = rotary_tables(walk, call["cos_cache"], call["sin_cache"], label)
+    check_tables(walk, tables, head_dim)
+    norms = _head_norms(walk, core, inputs, head_dim)
+    config = AttentionConfig(
+        heads=core.heads,
+        kv_heads=core.kv_heads,
+        head_dim=head_dim,
+        rotary_dim=tables.rotary_dim if tables else 0,
+        gated=bool(gate),
+        qk_norm=bool(norms),
+        norm_eps=norms[0].eps if norms else 1e-6,
+        window=core.window,
+        scale=core.scale(head_dim),
+        softcap=core.softcap,
+    )
+    recipes: Recipes = {
+        ("qkv", "weight"): Recipe.rows(inputs.matrices),
+        ("o", "weight"): Recipe.rows([out]),
+    }
+    for name, norm in zip(("q_norm", "k_norm"), norms, strict=False):
+        recipes[name, "weight"] = norm.recipe
+    return Mixer(inputs.source, config, recipes, tables, bounded)
 
-    in_op = (call["q_norm_weight"], call["k_norm_weight"])
-    if any(in_op):
-        if q_norm or k_norm or not all(in_op):
-            raise ArtifactError(walk.file, label, "some of the head norms", "both, once")
-        eps = shortest(call.attributes["qk_norm_epsilon"])
-        q_norm, k_norm = (
-            Norm("", "", "", walk.weight(name, f"{label}, head norm", (head_dim,)), eps)
-            for name in in_op
-        )
-    if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
-        raise ArtifactError(walk.file, label, "different head norms", "one kind for both")
+
+def check_tables(walk: Walk, tables: Tables | None, head_dim: int) -> None:
+    """Tables rotate no more channels than a head has."""
     if tables and tables.rotary_dim > head_dim:
         raise ArtifactError(
             walk.file,
@@ -182,26 +206,56 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
             f"{head_dim // 2} at most",
         )
 
-    config = AttentionConfig(
-        heads=core.heads,
-        kv_heads=core.kv_heads,
-        head_dim=head_dim,
-        rotary_dim=tables.rotary_dim if tables else 0,
-        gated=bool(gate),
-        qk_norm=q_norm is not None,
-        norm_eps=q_norm.eps if q_norm else 1e-6,
-        window=core.window,
-        scale=core.scale(head_dim),
-        softcap=core.softcap,
-    )
-    recipes: Recipes = {
-        ("qkv", "weight"): Recipe.rows(matrices),
-        ("o", "weight"): Recipe.rows([out]),
-    }
-    if q_norm is not None and k_norm is not None:
-        recipes["q_norm", "weight"] = q_norm.recipe
-        recipes["k_norm", "weight"] = k_norm.recipe
-    return Mixer(source, config, recipes, tables, bounded)
+
+def _packed_inputs(walk: Walk, core: Core, head_dim: int, width: int, gate: str) -> _Inputs:
+    """Rows of queries, keys and values, side by side."""
+    if gate:
+        raise ArtifactError(
+            walk.file, core.call.node.label, "packed rows and a gate", "one or the other"
+        )
+    rows = (core.heads + 2 * core.kv_heads) * head_dim
+    source, qkv = linear(walk, core.call["query"], width, rows)
+    return _Inputs(source, [qkv])
+
+
+def _separate_inputs(
+    walk: Walk, core: Core, io: Io, head_dim: int, width: int, gate: str
+) -> _Inputs:
+    """Queries, keys and values as values of their own."""
+    call, label = core.call, core.call.node.label
+    q, q_norm, q_tables = _heads(walk, call["query"], io, core.heads, head_dim)
+    k, k_norm, k_tables = _heads(walk, call["key"], io, core.kv_heads, head_dim)
+    if (q_tables is None) != (k_tables is None) or (q_tables and core.rotary):
+        found = "rotary embedding applied twice, or to only one of queries and keys"
+        raise ArtifactError(walk.file, label, found, "once, to both")
+    tables = _same_tables(walk, q_tables, k_tables, label)
+    if gate:
+        q = _gated(walk, q, gate, io, core.heads, head_dim)
+    rows = (core.heads * head_dim * (2 if gate else 1), core.kv_heads * head_dim)
+    source, matrices = _projections(walk, label, (q, k, call["value"]), rows, width)
+    return _Inputs(source, matrices, (q_norm, k_norm), tables)
+
+
+def _head_norms(
+    walk: Walk, core: Core, inputs: _Inputs, head_dim: int
+) -> tuple[Norm, Norm] | tuple[()]:
+    """The norms of queries and keys: before the operator or inside it, for both or for neither."""
+    call, label = core.call, core.call.node.label
+    q_norm, k_norm = inputs.norms
+    inside = (call["q_norm_weight"], call["k_norm_weight"])
+    if any(inside):
+        if q_norm or k_norm or not all(inside):
+            raise ArtifactError(walk.file, label, "some of the head norms", "both, once")
+        eps = shortest(call.attributes["qk_norm_epsilon"])
+        q_norm, k_norm = (
+            Norm("", "", "", walk.weight(name, f"{label}, head norm", (head_dim,)), eps)
+            for name in inside
+        )
+    if q_norm is None and k_norm is None:
+        return ()
+    if q_norm is None or k_norm is None or q_norm.eps != k_norm.eps:
+        raise ArtifactError(walk.file, label, "different head norms", "one kind for both")
+    return q_norm, k_norm
 
 
 def _projections(
@@ -229,7 +283,12 @@ def _projections(
 def _heads(
     walk: Walk, value: str, io: Io, heads: int, head_dim: int
 ) -> tuple[str, Norm | None, Tables | None]:
-    """Undo what stands between a projection and the operator: rotation, and before it a norm."""
+    """Undo what stands between a projection and the operator: rotation, and before it a norm.
+
+    x -> Reshape [heads, channels] -> SimplifiedLayerNormalization -> Reshape -> rotate = value
+    x -> rotate = value
+    x = value
+    """
     value, tables = _rotation(walk, value, io, heads, head_dim)
     if walk.op(value) != "Reshape":
         return value, None, tables
@@ -247,7 +306,14 @@ def _heads(
 def _rotation(
     walk: Walk, value: str, io: Io, heads: int, head_dim: int
 ) -> tuple[str, Tables | None]:
-    """``value = rotate(x)`` in an operator of its own, between casts and a batch axis of one."""
+    """``value = rotate(x)`` in an operator of its own, between casts and a batch axis of one.
+
+        x -> [Cast] -> [Unsqueeze 0] --> MRotaryEmbedding --> [Squeeze 0] -> [Cast] = value
+                                     |   RotaryEmbedding
+        position_ids -> [Unsqueeze] --   <-- tables of cosines and sines
+
+    Position ids are [3, rows] for MRotaryEmbedding and [rows] for RotaryEmbedding.
+    """
     if walk.op(value) not in ("Cast", "Squeeze", "MRotaryEmbedding", "RotaryEmbedding"):
         return value, None
     narrowed = walk.op(value) == "Cast"
@@ -326,7 +392,11 @@ def _same_tables(
 
 
 def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int) -> str:
-    """Queries and gates are the halves of every head's rows: what both come from."""
+    """Queries and gates are the halves of every head's rows: what both come from.
+
+    x -> Reshape [heads, 2 head_dim] -> Split --> Reshape = query
+                                              --> Reshape = gate
+    """
     sources = []
     for value, part in ((query, 0), (gate, 1)):
         flat = walk.take(value, "Reshape")
@@ -401,7 +471,11 @@ def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") ->
 
 
 def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
-    """seqlens_k = sum(mask) - 1 and the mask's width, both int32."""
+    """seqlens_k = sum(mask) - 1 and the mask's width, both int32.
+
+    attention_mask --> ReduceSum -> Sub 1 -> Cast = seqlens_k
+                   --> Shape -> Gather 1 -> Cast = total_sequence_length
+    """
     mask = io_input(walk, io, "attention_mask", INT64, ("batch", "total"))
     less = walk.take(cast(walk, call["seqlens_k"], INT32), "Sub")
     walk.expect(less, "b", [1])

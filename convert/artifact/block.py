@@ -12,6 +12,7 @@ import dataclasses
 from convert.artifact.attention import (
     Tables,
     attention_core,
+    check_tables,
     count_layers,
     paged_lengths,
     rotary_tables,
@@ -84,7 +85,17 @@ class LayerPlan:
 
 
 class BlockReader:
-    """Reads a block drafter's graph from its scores to its inputs."""
+    """Reads a block drafter's graph from its scores to its inputs.
+
+    Accepted, from the inputs down to the scores:
+
+        aux_hidden_states -> Cast -> MatMul fc -> norm = context, which every layer reads
+        input_ids -> Gather embedding -> [Mul scale] -> layer -> ... -> layer -> norm = rows
+        rows -> [DFlash2: all but the first of a block] -> MatMul head -> TopK = candidate_ids
+
+        the candidates' own logits --------------> Add = scores
+        pair scores (see dflash2.py, dspark.py) -->
+    """
 
     def __init__(
         self,
@@ -127,7 +138,11 @@ class BlockReader:
         return walk.take(name, "Add")
 
     def unary(self, value: str) -> tuple[str, str]:
-        """Candidates' own logits: (the candidates' value, the rows that the head reads)."""
+        """Candidates' own logits: (the candidates' value, the rows that the head reads).
+
+        logits -> [Cast] -> TopK --> Reshape -> Reshape [steps, 1, C] = value
+                                 --> Reshape -> Cast = candidate_ids
+        """
         walk, n, c = self.walk, self.drafts, self.candidates
         outer = walk.take(value, "Reshape")
         walk.expect(outer, "shape", [-1, n, 1, c])
@@ -157,7 +172,11 @@ class BlockReader:
         return rows, head
 
     def previous(self, value: str, candidates: str) -> None:
-        """``value``: the anchor C times, then the candidates of all steps but the last."""
+        """``value``: the anchor C times, then the candidates of all steps but the last.
+
+        ids -> Reshape [block] -> Slice 0:1 -> Reshape -> Tile C --> Concat = value
+        candidates -> Slice 0:steps-1 -----------------------------
+        """
         walk, c = self.walk, self.candidates
         joined = walk.take(value, "Concat")
         if axis_of(joined, 3) != 1 or len(joined.inputs) != 2:
@@ -224,7 +243,10 @@ class BlockReader:
         return io_input(self.walk, self.io, "input_ids", INT64, ("block rows",))
 
     def context(self, value: str) -> tuple[Recipes, int, int]:
-        """``value = hidden_norm(fc(aux))``: (parameters, A, type of aux)."""
+        """``value = hidden_norm(fc(aux))``: (parameters, A, type of aux).
+
+        aux_hidden_states -> Cast -> MatMul fc -> SimplifiedLayerNormalization = value
+        """
         walk = self.walk
         norm = rms_norm(walk, value, self.width)
         rows, fc = linear(walk, lone(walk, norm), None, self.width)
@@ -255,7 +277,17 @@ class BlockReader:
         return table, scale
 
     def attention(self, value: str, layer: int) -> Attended:
-        """``value = o(attention)`` over the stream, taken at the block's rows."""
+        """``value = o(attention)`` over the stream, taken at the block's rows.
+
+        The stream is [context rows, block rows] of every request.
+
+            block rows -> MatMul q -> Gather q_row_map ----------------->
+            block rows, context -> MatMul k -> Concat -> Gather qkv_row_map -->  PagedAttention
+            block rows, context -> MatMul v -> Concat -> Gather qkv_row_map -->       |
+                                                                           Gather block_row_index
+                or one product:                                                       |
+            block rows, context -> Concat -> MatMul qkv -> Gather qkv_row_map     MatMul o = value
+        """
         walk = self.walk
         picked, out = linear(walk, value, None, self.width)
         gather = walk.take(picked, "Gather")
@@ -271,10 +303,7 @@ class BlockReader:
         page = self._caches(call, layer, core.kv_heads, head_dim)
         paged_lengths(walk, call, self.io)
         tables = rotary_tables(walk, call["cos_cache"], call["sin_cache"], label)
-        if tables.rotary_dim > head_dim:
-            raise ArtifactError(
-                walk.file, f"initializer {tables.cos.name}", tables.rotary_dim // 2, head_dim // 2
-            )
+        check_tables(walk, tables, head_dim)
         packed = not call["key"]
         block, context, recipes = (self._packed if packed else self._separate)(call, rows)
         for name, role in (("q_norm", "q_norm_weight"), ("k_norm", "k_norm_weight")):
@@ -393,7 +422,16 @@ class BlockReader:
         return found[::-1], lone(self.walk, norm)
 
     def layer(self, layer: int, after: Norm) -> LayerPlan:
-        """One layer: ``after`` is the norm that follows it."""
+        """One layer: ``after`` is the norm that follows it.
+
+        x --> norm --> [conv] --> attention --> [conv] --> Add
+          |                                                 |
+           -------------------------------------------------
+                                                            y
+        y --> norm --> [conv] --> mlp --> [conv] --> Add
+          |                                           |
+           -------------------------------------------
+        """
         walk = self.walk
         value, mlp_finish = self.convolved(after.skip)
         feed = mlp(walk, value, self.width)

@@ -16,7 +16,16 @@ from jaxdraft.config import DeltaNetConfig
 
 
 def delta_net(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
-    """``value = out(gated_norm(delta_rule(conv(qkv(x))), z(x)))``, in either form."""
+    """``value = out(gated_norm(delta_rule(conv(qkv(x))), z(x)))``, in either form.
+
+    x --> MatMul qkv -> convolution --> delta rule --> GatedRMSNorm -> MatMul out = value
+      |                                  |  |              |
+       --> MatMul b ---------------------   |              |
+      |                                     |              |
+       --> MatMul a ------------------------               |
+      |                                                    |
+       --> MatMul z ---------------------------------------
+    """
     normed, out = linear(walk, value, None, width)
     gated = walk.take(normed, "GatedRMSNorm")
     norm = walk.weight(gated["scale"], f"{gated.node.label}, scale", (None,))
@@ -96,6 +105,13 @@ def _heads_of(
 def _paged_rule(
     walk: Walk, value: str, io: Io, layer: int, value_heads: int, value_dim: int
 ) -> _Rule:
+    """The rule over packed rows.
+
+    mixed -> Split --> Reshape [heads, channels] = q --> GatedDeltaNet -> Reshape = value
+                   --> Reshape = k ------------------>      |  <-- A_log, dt_bias
+                   --> Reshape = v ------------------>      |  <-- lengths, state
+    a, b -> [Cast] ---------------------------------->      --> the state, [capsules]
+    """
     flat = walk.take(value, "Reshape")
     walk.expect(flat, "shape", [0, value_heads * value_dim])
     call = walk.take(flat["data"], "GatedDeltaNet")
@@ -138,6 +154,13 @@ def _paged_rule(
 def _dense_rule(
     walk: Walk, value: str, io: Io, layer: int, value_heads: int, value_dim: int
 ) -> _Rule:
+    """The rule over [batch, sequence] rows.
+
+    mixed -> Split --> q / |q| --> [Mul channels^-1/2] --> LinearAttention = value
+                   --> k / |k| -------------------------->    |   <-- the past state
+                   --> v -------------------------------->    |   --> the present state
+    a, b -> LinearAttentionGate --> decay, beta ---------->    |
+    """
     call = walk.take(value, "LinearAttention")
     label, a = call.node.label, call.attributes
     key_heads = a["q_num_heads"]
@@ -203,7 +226,10 @@ def _split_qkv(
 
 
 def _l2_normalized(walk: Walk, value: str, heads: int, head_dim: int | None) -> tuple[str, int]:
-    """``value = x / |x|`` per head: (x, head width)."""
+    """``value = x / |x|`` per head: (x, head width).
+
+    x -> Reshape [heads, channels] -> LpNormalization -> Reshape = value
+    """
     outer = walk.take(value, "Reshape")
     norm = walk.take(outer["data"], "LpNormalization")
     inner = walk.take(norm["x"], "Reshape")
@@ -219,7 +245,11 @@ def _l2_normalized(walk: Walk, value: str, heads: int, head_dim: int | None) -> 
 def _convolution(
     walk: Walk, value: str, io: Io, layer: int, channels: int, rule: _Rule
 ) -> tuple[str, Tensor, Tensor]:
-    """The causal convolution: (rows before it, weight [C, 1, W], bias [C])."""
+    """The causal convolution: (rows before it, weight [C, 1, W], bias [C]).
+
+    dense: x -> Transpose -> CausalConvWithState -> Transpose = value    <-- past, --> present
+    paged: x ---------> VarlenCausalConvWithState = value    <-- lengths, state, --> [captured]
+    """
     if io.layout == "dense":
         turned = walk.take(value, "Transpose")
         check_perm(walk, turned, (0, 2, 1))

@@ -25,7 +25,14 @@ def plan_dflash2(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.dflash2``; see :class:`convert.artifact.block.DrafterPlan`."""
+    """Read the graph of ``model.dflash2``; see :class:`convert.artifact.block.DrafterPlan`.
+
+    Its pair scores, of the rows h that the head reads:
+
+        previous -> Gather predecessor -----------------------> Mul --> MatMul -> [Cast] = pairs
+        h -> MatMul hidden_projection -> Reshape [steps, 1, R] -->        |
+        candidates -> Gather successor -> Transpose ---------------------->
+    """
     reader = _DFlash2Reader(graph, config, section, target_dtype, problems)
     walk = reader.walk
     reader.body_type()
@@ -77,7 +84,13 @@ class _DFlash2Reader(BlockReader):
         return blocks["data"]
 
     def convolved(self, value: str) -> tuple[str, object]:
-        """``value = sum_tap (base + delta) * x[t - tap]``, a mask on every tap but the first."""
+        """``value = sum_tap (base + delta) * x[t - tap]``, a mask on every tap but the first.
+
+        x -----------------------------------------> Mul ------------> Add = value
+        base 0, delta 0 -> Add -> Reshape ---------->                   |
+        x -> Slice -> Concat (moved by one row) ---> Mul -> Mul mask -->
+        base 1, delta 1 -> Add -> Reshape ---------->
+        """
         walk = self.walk
         outer = walk.take(value, "Add")
         terms: list[str] = []
@@ -134,7 +147,13 @@ class _DFlash2Reader(BlockReader):
     def convolution(
         self, name: str, prepare: object, finish: object
     ) -> tuple[ConvConfig | None, Recipes]:
-        """Both sides: their deltas are the cuts of one projection of the normed rows."""
+        """Both sides: their deltas are the cuts of one projection of the normed rows.
+
+        rows -> MatMul -> Reshape [cuts, groups] -> Split --> Reshape = delta 0 before
+                                                          --> Reshape = delta 1 before
+                                                          --> Reshape = delta 0 after
+                                                          --> Reshape = delta 1 after
+        """
         assert isinstance(prepare, _Side) and isinstance(finish, _Side)
         walk = self.walk
         bases = (*prepare.bases, *finish.bases)
@@ -171,7 +190,10 @@ class _DFlash2Reader(BlockReader):
         return ConvConfig(taps=TAPS, group=group), recipes
 
     def at_entry(self, embedded: str) -> None:
-        """The mask is 0 on the first row of every block of the rows that enter, else 1."""
+        """The mask is 0 on the first row of every block of the rows that enter, else 1.
+
+        rows -> Shape -> Gather 0 -> Range -> Mod block -> Greater 0 -> Cast -> Reshape = mask
+        """
         walk = self.walk
         if self._mask is None:
             return

@@ -18,7 +18,13 @@ def plan_dspark(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.dspark``; see :class:`convert.artifact.block.DrafterPlan`."""
+    """Read the graph of ``model.dspark``; see :class:`convert.artifact.block.DrafterPlan`.
+
+    Its pair scores:
+
+        previous -> Gather markov_w1 -> Cast ----------------> MatMul = pairs
+        candidates -> Gather markov_w2 -> Cast -> Transpose -->
+    """
     reader = BlockReader(graph, config, section, target_dtype, problems)
     walk = reader.walk
     reader.body_type()

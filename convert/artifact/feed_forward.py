@@ -25,7 +25,14 @@ class FeedForward:
 
 
 def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
-    """``value = mlp(x)``, routed experts, or routed experts beside a gated shared one."""
+    """``value = mlp(x)``, routed experts, or routed experts beside a gated shared one.
+
+    x --> MatMul router -> Reshape --> MoE, QMoE ---------> GatedAdd = value
+      |                                                      |    |
+       --> mlp (the shared expert) --------------------------     |
+      |                                                           |
+       --> MatMul -> Sigmoid ------------------------------------
+    """
     op = walk.op(value)
     if op in ("MoE", "QMoE"):
         return _experts(walk, value, width)
@@ -49,7 +56,15 @@ def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
 
 
 def mlp(walk: Walk, value: str, width: int) -> FeedForward:
-    """``value = down(silu(gate(x)) * up(x))``."""
+    """``value = down(silu(gate(x)) * up(x))``.
+
+        x --> MatMul gate --> Sigmoid --> Mul --> Mul -> MatMul down = value
+          |               |               |       |
+          |                ---------------        |
+           --> MatMul up -------------------------
+
+    One product for both is cut by a Split: gate, up.
+    """
     product, down = linear(walk, value, None, width)
     hidden = down.shape[1]
     call = walk.take(product, "Mul")
@@ -75,6 +90,12 @@ def mlp(walk: Walk, value: str, width: int) -> FeedForward:
 
 
 def _experts(walk: Walk, value: str, width: int) -> FeedForward:
+    """``value = experts(x)``, each of them a fused SwiGLU: gate and up in turn.
+
+    x --> MatMul router -> Reshape [-1, experts] --> MoE, QMoE = value
+      |                                               |  <-- fc1 [E, 2 hidden, width], [zeros]
+       -----------------------------------------------   <-- fc2 [E, width, hidden], [zeros]
+    """
     call = walk.take(value, "MoE", "QMoE")
     label, source = call.node.label, call["x"]
     reshape = walk.take(call["router"], "Reshape")

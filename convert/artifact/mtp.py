@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from convert.artifact.attention import attention
+import dataclasses
+
+from convert.artifact.attention import Mixer, attention
 from convert.artifact.block import DrafterPlan
-from convert.artifact.feed_forward import feed_forward
+from convert.artifact.feed_forward import FeedForward, feed_forward
 from convert.artifact.genai_config import CONFIG, ArtifactConfig, DrafterSection, Names
 from convert.artifact.graph import Graph
-from convert.artifact.products import Io, agree, cast, embedding, io_input, linear, lone, rms_norm
+from convert.artifact.products import (
+    Io,
+    Norm,
+    agree,
+    cast,
+    embedding,
+    io_input,
+    linear,
+    lone,
+    rms_norm,
+)
 from convert.artifact.walk import Walk, axis_of
 from convert.errors import ArtifactError, Problems
-from convert.recipes import Recipe, Recipes
+from convert.recipes import Matrix, Recipe, Recipes
 from convert.tensors import FLOAT, INT64
 from jaxdraft.config import AttentionConfig, MtpConfig
 
@@ -22,17 +34,49 @@ def plan_mtp(
     target_dtype: int | None,
     problems: Problems,
 ) -> DrafterPlan:
-    """Read the graph of ``model.mtp``; see :class:`convert.artifact.block.DrafterPlan`."""
+    """Read the graph of ``model.mtp``; see :class:`convert.artifact.block.DrafterPlan`.
+
+    ids -> Gather embedding -> norm --> Concat -> MatMul fc = x
+    hidden_states -----------> norm -->
+
+    x --> norm --> attention --> Add --> norm --> feed-forward --> Add --> norm = hidden_states
+      |                           |  |                              |                |
+       ---------------------------    ------------------------------     MatMul head -> logits
+    """
     walk = Walk(graph, problems)
     walk.dtype = target_dtype
-    width, vocab = config.decoder.hidden_size, config.vocab_size
     io = _io(graph, config, section)
     if section.layers != 1:
         problems.report(CONFIG, f"{section.where}.num_hidden_layers", section.layers, 1)
+    return _plan(_walk(walk, io, config), walk, config, section, problems)
 
-    logits = io.outputs["logits"]
-    value = logits
-    walk.output(logits, "the logits", None, (*io.rows, vocab))
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """What the walk has found, from the inputs down to the logits."""
+
+    table: Matrix
+    embedding_norm: Norm
+    hidden_norm: Norm
+    fc: Matrix
+    before: Norm
+    mixer: Mixer
+    post: Norm
+    feed: FeedForward
+    final: Norm
+    head: Matrix
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All norms; they have one epsilon."""
+        return (self.embedding_norm, self.hidden_norm, self.before, self.post, self.final)
+
+
+def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
+    """Read the graph from its logits to its inputs."""
+    width, vocab, external = config.decoder.hidden_size, config.vocab_size, walk.dtype
+    value = io.outputs["logits"]
+    walk.output(value, "the logits", None, (*io.rows, vocab))
     if walk.op(value) == "Cast":
         value = cast(walk, value, FLOAT)
     rows, head = linear(walk, value, width, vocab)
@@ -54,46 +98,55 @@ def plan_mtp(
         raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on the last axis")
     embedding_norm = rms_norm(walk, joined["0"], width)
     hidden_norm = rms_norm(walk, joined["1"], width)
-    hidden = io_input(walk, io, "hidden_states", target_dtype or FLOAT, (*io.rows, width))
+    hidden = io_input(walk, io, "hidden_states", external or FLOAT, (*io.rows, width))
     walk.same("the rows of hidden_norm", lone(walk, hidden_norm), hidden)
     ids = io_input(walk, io, "input_ids", INT64, io.rows)
     table = embedding(walk, lone(walk, embedding_norm), ids, vocab, width)
     walk.finish()
+    return _Head(table, embedding_norm, hidden_norm, fc, before, mixer, post, feed, final, head)
 
-    norms = (embedding_norm, hidden_norm, before, post, final)
-    eps = agree(walk, "norm epsilons", [norm.eps for norm in norms])
-    tables = mixer.tables
+
+def _plan(
+    found: _Head,
+    walk: Walk,
+    config: ArtifactConfig,
+    section: DrafterSection,
+    problems: Problems,
+) -> DrafterPlan:
+    """The module's description and recipes; the section agrees with the graph."""
+    mixer, tables = found.mixer, found.mixer.tables
+    eps = agree(walk, "norm epsilons", [norm.eps for norm in found.norms])
     if tables is None:
         raise ArtifactError(walk.file, "layer 0", "no rotation", "rotary tables")
     assert isinstance(mixer.config, AttentionConfig) and walk.dtype is not None
-    for key, configured, found in (
+    for key, configured, graph in (
         ("num_key_value_heads", section.kv_heads, mixer.config.kv_heads),
         ("head_size", section.head_size, mixer.config.head_dim),
     ):
-        if configured != found:
+        if configured != graph:
             problems.report(
-                CONFIG, f"{section.where}.{key}", configured, f"{found}, of {walk.file}"
+                CONFIG, f"{section.where}.{key}", configured, f"{graph}, of {walk.file}"
             )
     description = MtpConfig(
-        vocab_size=vocab,
-        width=width,
+        vocab_size=config.vocab_size,
+        width=config.decoder.hidden_size,
         attention=mixer.config,
-        mlp=feed.config,
+        mlp=found.feed.config,
         norm_eps=eps,
         context_length=tables.positions,
     )
     recipes: Recipes = {
-        ("embedding_norm", "weight"): embedding_norm.recipe,
-        ("hidden_norm", "weight"): hidden_norm.recipe,
-        ("fc", "weight"): Recipe.rows([fc]),
-        ("input_norm", "weight"): before.recipe,
-        ("post_norm", "weight"): post.recipe,
-        ("norm", "weight"): final.recipe,
+        ("embedding_norm", "weight"): found.embedding_norm.recipe,
+        ("hidden_norm", "weight"): found.hidden_norm.recipe,
+        ("fc", "weight"): Recipe.rows([found.fc]),
+        ("input_norm", "weight"): found.before.recipe,
+        ("post_norm", "weight"): found.post.recipe,
+        ("norm", "weight"): found.final.recipe,
         **tables.recipes,
         **{("mixer", *path): recipe for path, recipe in mixer.recipes.items()},
-        **{("mlp", *path): recipe for path, recipe in feed.recipes.items()},
+        **{("mlp", *path): recipe for path, recipe in found.feed.recipes.items()},
     }
-    return DrafterPlan(description, recipes, walk.dtype, walk.dtype, table, head)
+    return DrafterPlan(description, recipes, walk.dtype, walk.dtype, found.table, found.head)
 
 
 def _io(graph: Graph, config: ArtifactConfig, section: DrafterSection) -> Io:

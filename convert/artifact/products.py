@@ -48,7 +48,11 @@ class Io:
 def linear(
     walk: Walk, value: str, inputs: int | None, outputs: int | None, *, quantized: bool = True
 ) -> tuple[str, Matrix]:
-    """``value = x @ W.T``: (x, W [outputs, inputs]). None: any width."""
+    """``value = x @ W.T``: (x, W [outputs, inputs]). None: any width.
+
+    x --> MatMul      = value      <-- W.T [inputs, outputs]
+    x --> MatMulNBits = value      <-- packed W, scales, [zero points]
+    """
     if not quantized or walk.op(value) != "MatMulNBits":
         call = walk.take(value, "MatMul")
         tensor = walk.weight(call["b"], f"{call.node.label}, weight", (inputs, outputs))
@@ -107,7 +111,13 @@ def _zero_points(
 
 
 def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matrix:
-    """``value = table[ids]``: the table [V, D], in whichever form the graph keeps it."""
+    """``value = table[ids]``: the table [V, D], in whichever form the graph keeps it.
+
+    table [V, D] ----------------------------------> Gather = value
+    head [D, V] (tied) -> Transpose ---------------> Gather = value
+    packed table, scales --------------------------> GatherBlockQuantized -> [Slice] = value
+    head [V, blocks, bytes] (tied) -> Reshape -----> GatherBlockQuantized -> [Slice] = value
+    """
     if walk.op(value) == "Slice":  # the rows of a quantized head are padded to whole blocks
         call = walk.take(value, "Slice")
         walk.expect(call, "starts", [0])
@@ -188,7 +198,11 @@ class Norm:
 
 
 def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
-    """``value = norm(x)`` or ``value = norm(x + skip)``."""
+    """``value = norm(x)`` or ``value = norm(x + skip)``.
+
+    x ---------> SimplifiedLayerNormalization = value
+    x, skip ---> SkipSimplifiedLayerNormalization = value, and the sum as fourth output
+    """
     call = walk.take(value, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
     where = f"{call.node.label}, scale"
     eps = shortest(call.attributes["epsilon"])

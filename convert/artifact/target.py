@@ -3,6 +3,22 @@
 The graph is read from the logits back to the embedding; layers are numbered from the front once the
 embedding has been reached. Every parameter of the module is named once, in the recipes collected
 on the way.
+
+Accepted, from the ids down to the logits:
+
+    input_ids -> Gather = x
+
+    x --> norm --> attention, delta net --> Add --> norm --> feed-forward --> Add      per layer
+      |                                      |  |                              |
+       --------------------------------------    ------------------------------
+                     |
+                     --> Concat = aux_hidden_states (x as it enters some layers)
+
+    x --> norm --> [Gather logits_indices; or the last row] --> MatMul head --> [Cast] = logits
+                |
+                --> hidden_states
+
+A sum and the norm after it are one SkipSimplifiedLayerNormalization.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from convert import ArtifactError, Loaded, load_artifact
-from tests.convert.mutate import copied, edit_graph, node_of, set_attribute
+from tests.convert.helpers import copied, edit_graph, node_of, set_attribute
 
 DENSE = "qwen35_fp32_cpu"
 PAGED = "qwen35_paged_fp16_dflash2"
