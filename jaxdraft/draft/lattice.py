@@ -31,6 +31,7 @@ Parsing", 1999; Lafferty et al., "Conditional Random Fields", 2001 (local and gl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def walk(lattice: Lattice, choose: Choose) -> jax.Array:
 
     start = jnp.zeros((batch,), jnp.int32)
     numbered = (jnp.arange(steps, dtype=jnp.int32), jnp.swapaxes(lattice.scores, 0, 1))
-    _, indices = lax.scan(step, start, numbered)
+    _, indices = _scan(step, start, numbered)
     return jnp.swapaxes(indices, 0, 1)
 
 
@@ -186,7 +187,7 @@ def to_go(lattice: Lattice, algebra: Algebra, *, length: jax.Array | None = None
         return worth, (after, choice)
 
     numbered = (jnp.arange(steps, dtype=jnp.int32), jnp.swapaxes(scores, 0, 1))
-    start, (after, choice) = lax.scan(step, nothing, numbered, reverse=True)
+    start, (after, choice) = _scan(step, nothing, numbered, reverse=True)
     after, choice = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (after, choice))
     return ToGo(start[:, 0], after, choice)  # all rows of step 0 are the anchor's
 
@@ -280,7 +281,7 @@ def path_score(
         return _saturate(edge + after), None
 
     start = jnp.zeros(edges.shape[:1], jnp.float32)
-    return lax.scan(step, start, jnp.swapaxes(edges, 0, 1), reverse=True)[0]
+    return _scan(step, start, jnp.swapaxes(edges, 0, 1), reverse=True)[0]
 
 
 PROPOSALS: dict[str, Callable[[Lattice, jax.Array], jax.Array]] = {
@@ -418,9 +419,13 @@ def _paths(lattice: Lattice, algebra: Algebra, length: jax.Array | None) -> Path
         return value, value
 
     start = jnp.broadcast_to(jnp.arange(values, dtype=jnp.int32), (batch, values))
-    _, followed = lax.scan(step, start, pointers)  # [K, B, N]
+    _, followed = _scan(step, start, pointers)  # [K, B, N]
     indices = jnp.moveaxis(followed // values, 0, -1)
     return Path(_cut(indices, ahead.worth, _lengths(lattice, length)), ahead.worth)
+
+
+_scan = functools.partial(lax.scan, unroll=True)
+"""A scan over the few steps of a lattice, written out: a loop would end a CUDA graph."""
 
 
 def _first(paths: Path) -> Path:

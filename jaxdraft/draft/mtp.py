@@ -270,7 +270,10 @@ class _Chain:
 def _chain(
     drafter: MtpDrafter, state: MtpState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
 ) -> tuple[PagedPool, jax.Array, jax.Array, Support | None]:
-    """Chain the head as often as the widest row needs.
+    """Chain the head as often as the widest row needs; other than on a CPU, always K times.
+
+    A loop whose number of passes only the device knows would end a CUDA graph, and make the host
+    wait before every pass.
 
     Args:
       drafter: the drafter.
@@ -287,8 +290,15 @@ def _chain(
     def link(number: jax.Array, chain: _Chain) -> _Chain:
         return _link(drafter, state, limit, draw, number, chain)
 
-    end = jnp.max(limit, initial=0)
-    return _unpack(lax.fori_loop(0, end, link, _first(drafter, state, anchor, draw)))
+    def until_done(chain: _Chain) -> _Chain:
+        return lax.fori_loop(0, jnp.max(limit, initial=0), link, chain)
+
+    def written_out(chain: _Chain) -> _Chain:
+        numbers = jnp.arange(drafter.draft_tokens, dtype=jnp.int32)
+        return lax.scan(lambda c, i: (link(i, c), None), chain, numbers, unroll=True)[0]
+
+    start = _first(drafter, state, anchor, draw)
+    return _unpack(lax.platform_dependent(start, cpu=until_done, default=written_out))
 
 
 @_chain.defjvp
