@@ -27,6 +27,7 @@ from jaxdraft.base import (
     TargetOutput,
     full_drafter,
 )
+from jaxdraft.ranking import largest_first
 from jaxdraft.sampling import History, SamplingRules
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
@@ -464,7 +465,7 @@ def _logprobs(
         top = jnp.zeros((*window_tokens.shape, 0), jnp.float32)
         ids = jnp.zeros((*window_tokens.shape, 0), jnp.int32)
     else:
-        top, ids = sampling.largest_first(logits, alternatives)
+        top, ids = largest_first(logits, alternatives)
         top = top - mass[..., None]
     return Logprobs(
         jnp.where(there, token, 0.0),

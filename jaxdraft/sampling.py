@@ -37,58 +37,12 @@ from jax import lax
 
 from jaxdraft.base import MASKED, Draw, Truncation
 from jaxdraft.keys import draw_keys
+from jaxdraft.ranking import largest_first
 
 Proposals = Literal["lattice", "greedy_path", "independent", "none"]
 
 PROPOSALS: tuple[Proposals, ...] = ("lattice", "greedy_path", "independent", "none")
 """How drafts are proposed to a sampled row; see :class:`Sampling`."""
-
-
-_GROUP = 64
-"""Logits that :func:`best_token` looks at together."""
-
-_MANY = 4096
-"""Logits from which on it does."""
-
-
-def best_token(logits: jax.Array) -> jax.Array:
-    """``argmax`` of [..., V]: [...] int32. Ties go to the lowest id, a NaN counts as infinity.
-
-    XLA's CPU backend finds an index number by number, and a maximum on vectors: with 8 rows of
-    49,152 logits the best group first, then the best within it, takes a tenth of the time of one
-    ``argmax``.
-
-    Example, groups of 2: of [1 5 | 5 2] the maxima are [5 5], the first group wins, and in it
-    place 1.
-    """
-    vocab = logits.shape[-1]
-    if vocab < _MANY:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    short = -vocab % _GROUP
-    if short:
-        widths = [(0, 0)] * (logits.ndim - 1) + [(0, short)]
-        logits = jnp.pad(logits, widths, constant_values=-jnp.inf)
-    groups = logits.reshape(*logits.shape[:-1], -1, _GROUP)
-    # XLA's CPU backend may drop a NaN from a maximum (never from an argmax): infinity stays.
-    largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
-    group = jnp.argmax(largest, axis=-1, keepdims=True)
-    within = jnp.take_along_axis(groups, group[..., None], axis=-2)[..., 0, :]
-    return (group[..., 0] * _GROUP + jnp.argmax(within, axis=-1)).astype(jnp.int32)
-
-
-def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The ``count`` largest of [..., X], best first, and where they are: [..., count] each.
-
-    The barriers keep XLA from merging a slice of the results into the top-k. It would no longer see
-    that only ``count`` entries are wanted, and would sort all of them. One barrier per result: over
-    both at once XLA ends the process when the scores lie on several devices.
-
-    Args:
-      scores: [..., X].
-      count: static, at most X.
-    """
-    values, index = lax.top_k(scores, count)
-    return lax.optimization_barrier(values), lax.optimization_barrier(index)
 
 
 class _Numbers(NamedTuple):
@@ -575,6 +529,5 @@ __all__ = [
     "distribution",
     "draw",
     "drafting",
-    "largest_first",
     "probabilities",
 ]

@@ -10,7 +10,8 @@ from jax import lax
 
 from jaxdraft.base import MASKED, Proposal, Truncation
 from jaxdraft.keys import draw_keys
-from jaxdraft.sampling import best_token, distribution, draw
+from jaxdraft.ranking import best_token
+from jaxdraft.sampling import distribution, draw
 
 
 @struct.dataclass

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import jaxdraft
 from jaxdraft import Model, Sampling, generate, score, stream
 from jaxdraft.base import Truncation
-from jaxdraft.sampling import best_token, distribution, probabilities
+from jaxdraft.ranking import best_token
+from jaxdraft.sampling import distribution, probabilities
 from jaxdraft.testing import LatticeDrafter, ScriptedDrafter, TableTarget, assert_lossless
 from tests.oracle.sampling import adjusted, truncated
 from tests.test_generate import compilations

@@ -27,7 +27,7 @@ from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
-from jaxdraft.sampling import largest_first
+from jaxdraft.ranking import largest_first
 from jaxdraft.state import paged, ring
 from jaxdraft.state.budget import (
     Cache,

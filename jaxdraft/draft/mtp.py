@@ -27,7 +27,7 @@ from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.guard import needed
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
-from jaxdraft.sampling import best_token
+from jaxdraft.ranking import best_token
 from jaxdraft.state import paged
 from jaxdraft.state.budget import Cache, DrafterCost, Mirrored, check_slots, whole
 from jaxdraft.state.paged import PagedPool

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxdraft.base import Draw, Lattice, Support
 from jaxdraft.draft.lattice import path_tokens, walk
 from jaxdraft.keys import own_streams
-from jaxdraft.sampling import draw, largest_first, probabilities
+from jaxdraft.ranking import largest_first
+from jaxdraft.sampling import draw, probabilities
 
 
 def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:

@@ -1,0 +1,106 @@
+"""The best of a vocabulary: one token, or the few largest scores in order."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_GROUP = 64
+"""Logits that :func:`best_token` looks at together."""
+
+_MANY = 4096
+"""Logits from which on it does."""
+
+_FEW = 16
+"""Largest scores that XLA's GPU compiler finds without a sort."""
+
+_LINE = 32
+"""Scores of which :func:`_best_places` keeps all or none."""
+
+
+def best_token(logits: jax.Array) -> jax.Array:
+    """``argmax`` of [..., V]: [...] int32. Ties go to the lowest id, a NaN counts as infinity.
+
+    XLA's CPU backend finds an index number by number, and a maximum on vectors: with 8 rows of
+    49,152 logits the best group first, then the best within it, takes a tenth of the time of one
+    ``argmax``.
+
+    Example, groups of 2: of [1 5 | 5 2] the maxima are [5 5], the first group wins, and in it
+    place 1.
+    """
+    vocab = logits.shape[-1]
+    if vocab < _MANY:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    short = -vocab % _GROUP
+    if short:
+        widths = [(0, 0)] * (logits.ndim - 1) + [(0, short)]
+        logits = jnp.pad(logits, widths, constant_values=-jnp.inf)
+    groups = logits.reshape(*logits.shape[:-1], -1, _GROUP)
+    # XLA's CPU backend may drop a NaN from a maximum (never from an argmax): infinity stays.
+    largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
+    group = jnp.argmax(largest, axis=-1, keepdims=True)
+    within = jnp.take_along_axis(groups, group[..., None], axis=-2)[..., 0, :]
+    return (group[..., 0] * _GROUP + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+
+
+def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The ``count`` largest of [..., X], best first, and where they are: [..., count] each.
+
+    Ties go to the lowest place, and a NaN counts as more than infinity. Elsewhere than on CPUs no
+    more than a few thousand scores are ever sorted, whatever X is: see :func:`_best_places`.
+
+    The barriers keep XLA from merging a slice of the results into the top-k. It would no longer see
+    that only ``count`` entries are wanted, and would sort all of them. One barrier per result: over
+    both at once XLA ends the process when the scores lie on several devices.
+
+    Args:
+      scores: [..., X].
+      count: static, at most X.
+    """
+    plain = functools.partial(lax.top_k, k=count)
+    if count <= _FEW or scores.shape[-1] < _MANY:
+        values, index = plain(scores)
+    else:
+        lines = functools.partial(_in_lines, count=count)
+        values, index = lax.platform_dependent(scores, cpu=plain, default=lines)
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
+
+
+def _in_lines(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Find the same with sorts of a few thousand numbers."""
+    bits = lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32)  # one zero
+    high = jnp.uint32(0x80000000)
+    order = jnp.where(bits & high, ~bits, bits | high)  # integers in the order of the scores
+    order = jnp.where(jnp.isnan(scores), jnp.uint32(0xFFFFFFFF), order)
+    places = _best_places(order, count)
+    return jnp.take_along_axis(scores, places, axis=-1), places
+
+
+def _best_places(order: jax.Array, count: int) -> jax.Array:
+    """Places [..., count] of the largest of [..., X] uint32, among lines of 32.
+
+    Only the ``count`` lines whose largest are the largest matter: each of them has a number that
+    comes before all those of the other lines.
+
+    Example, the two largest of lines of 2, [1 5 | 4 2 | 3 6]: the lines' largest are [5 4 6], so
+    the first and the last line have both, 5 and 6.
+    """
+    width = order.shape[-1]
+    if width < max(_MANY, 2 * count * _LINE):
+        places = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
+        return _sorted(order, places, count)
+    pad = [(0, 0)] * (order.ndim - 1) + [(0, -width % _LINE)]
+    lines = jnp.pad(order, pad).reshape(*order.shape[:-1], -1, _LINE)  # no number is as low as zero
+    best = _best_places(jnp.max(lines, axis=-1), count)[..., None]  # [..., count, 1]
+    kept = jnp.take_along_axis(lines, best, axis=-2)  # [..., count, 32]
+    places = best * _LINE + lax.broadcasted_iota(jnp.int32, kept.shape, kept.ndim - 1)
+    flat = (*kept.shape[:-2], count * _LINE)
+    return _sorted(kept.reshape(flat), places.reshape(flat), count)
+
+
+def _sorted(order: jax.Array, places: jax.Array, count: int) -> jax.Array:
+    """Places of the ``count`` largest, the lowest first among equal ones."""
+    return lax.sort((~order, places), num_keys=2)[1][..., :count]
