@@ -19,12 +19,14 @@ from speed_table import DRAFTS, drafter_27b, target_27b
 
 from jaxdraft import Drafter
 from jaxdraft import round as rounds
+from jaxdraft.base import Truncation
 from jaxdraft.config import TargetConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
 from jaxdraft.round import Rules
+from jaxdraft.sampling import SamplingRules
 from jaxdraft.state import paged
 
 STOPS = 4
@@ -115,7 +117,26 @@ def greedy_rules() -> Rules:
     return jax.eval_shape(lambda: Rules(number.repeat(STOPS)[None], number, number, number))
 
 
-PROGRAMS = ("step", "verify", "round:mtp", "round:dflash2", "round:dspark")
+def sampled_rules() -> Rules:
+    """Return the rules of one row that is sampled, with top-k, top-p and min-p."""
+
+    def make() -> SamplingRules:
+        one = jnp.ones((1,), jnp.float32)
+        kept = Truncation(one, jnp.ones((1,), jnp.int32), one, one)
+        return SamplingRules(kept, kept, jax.random.key(0)[None], jnp.zeros((1,), jnp.int32))
+
+    return replace(greedy_rules(), sampling=jax.eval_shape(make))
+
+
+PROGRAMS = (
+    "step",
+    "verify",
+    "round:mtp",
+    "round:dflash2",
+    "round:dspark",
+    "sampled:mtp",
+    "sampled:dflash2",
+)
 """Names for :func:`case`: what runs, and with which drafter."""
 
 
@@ -136,8 +157,9 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
     what, _, drafter = name.partition(":")
     config = config_27b(layers, context=max(16384, capacity))
     target, drafts = model_27b(config, drafter or "none", dtype)
-    if what == "round":
-        return decoding_round(target, drafts, capacity, greedy_rules())
+    if what in ("round", "sampled"):
+        rules = greedy_rules() if what == "round" else sampled_rules()
+        return decoding_round(target, drafts, capacity, rules)
     return window(target, 1 if what == "step" else 1 + DRAFTS, capacity)
 
 

@@ -34,12 +34,13 @@ from jax import lax
 from tqdm import tqdm
 
 import jaxdraft
-from jaxdraft import Model, checkpoint, sampling
+from jaxdraft import Model, checkpoint
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.ranking import best_token
 from jaxdraft.train import initialize
 from jaxdraft.train.data import DraftBatches, FeatureCache
 from jaxdraft.train.loop import fit
@@ -106,7 +107,7 @@ def continue_with_states(
         def draw() -> jax.Array:  # a quarter of a step's time
             return jax.random.categorical(key, logits / heat).astype(jnp.int32)
 
-        return lax.cond(heat > 0, draw, lambda: sampling.best_token(logits))
+        return lax.cond(heat > 0, draw, lambda: best_token(logits))
 
     state = target.init(batch, size + new_tokens)
     out = target.forward(prompts, lengths, state, row=lengths - 1)

@@ -60,7 +60,11 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       scores: [..., X].
       count: static, at most X.
     """
-    plain = functools.partial(lax.top_k, k=count)
+
+    def plain(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, index = lax.top_k(scores, count)
+        return values, index
+
     if count <= _FEW or scores.shape[-1] < _MANY:
         values, index = plain(scores)
     else:

@@ -44,3 +44,10 @@ def test_lines_pass_gradients_on_as_top_k_does() -> None:
 
     found, expected = (jax.grad(total, 1)(f, scores) for f in (ranking._in_lines, lax.top_k))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_on_this_machine_lines_are_not_needed() -> None:
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5000)), jnp.float32)
+    found = jax.jit(ranking.largest_first, static_argnums=1)(scores, 32)
+    for value, expected in zip(found, lax.top_k(scores, 32), strict=True):
+        np.testing.assert_array_equal(value, expected)
