@@ -25,6 +25,7 @@ no keys and a row draws the same whatever the batch around it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -439,7 +440,14 @@ def _threshold(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Ar
         mass = jnp.sum(jnp.where(ordered >= trial[..., None], weights, 0.0), axis=-1)
         return jnp.where(mass >= need, trial, low)
 
-    found = lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
+    def search(start: jax.Array, *, unroll: bool) -> jax.Array:
+        return lax.fori_loop(0, 32, bit, start, unroll=unroll)
+
+    found = lax.platform_dependent(
+        jnp.zeros(need.shape, jnp.uint32),
+        cpu=functools.partial(search, unroll=False),
+        default=functools.partial(search, unroll=True),  # a loop would end a CUDA graph
+    )
     return lax.bitcast_convert_type(jnp.where(found & high, found ^ high, ~found), jnp.float32)
 
 
