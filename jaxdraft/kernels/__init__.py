@@ -12,7 +12,8 @@ choice is another program, and nothing recompiles unless the choice changes.
 
 What the kernels share:
 
-* They serve windows of at most :data:`MAX_ROWS` rows. Wider windows, prompts among them, take the
+* They serve windows of at most :data:`MAX_ROWS` rows, and products of at most
+  :data:`jaxdraft.kernels.linear.MOST_ROWS` rows. Wider windows, prompts among them, take the
   XLA path.
 * All sums run in float32.
 * Under differentiation the XLA path runs instead, for the value and the gradient. ``vmap`` works.

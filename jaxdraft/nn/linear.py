@@ -13,6 +13,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.kernels import linear as fused
+
 M = TypeVar("M", bound=nnx.Module)
 
 
@@ -262,6 +265,8 @@ class PackedLinear(nnx.Module):
       ValueError: the arrays do not fit ``bits``, ``block`` and ``inputs``.
     """
 
+    implementation = XLA
+
     def __init__(
         self,
         weight_q: jax.Array | jax.ShapeDtypeStruct,
@@ -288,9 +293,16 @@ class PackedLinear(nnx.Module):
         self.inputs = inputs
         self.dtype = jnp.dtype(dtype)
 
+    @property
+    def form(self) -> fused.Form:
+        """The matrix's form, as kernels read it."""
+        return fused.Form(self.inputs, self.scales[...].shape[0], self.dtype, self.bits, self.block)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out], in ``dtype``."""
         weight_q, scales = self.weight_q[...], self.scales[...]
+        if self.implementation == PALLAS and fused.serves(x):
+            return fused.product(self.form, x, (weight_q, scales), xla=multiply)
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         count, blocks = rows.shape[0], scales.shape[1]
         rows = jnp.pad(rows, ((0, 0), (0, blocks * self.block - self.inputs)))
@@ -352,6 +364,29 @@ class PackedLinear(nnx.Module):
         zero = jnp.right_shift(jnp.right_shift(bits, jnp.uint32(16)), jnp.uint32(16))
         weight_q = weight_q ^ zero.astype(jnp.uint8).reshape(1, 1, 1)
         return self._product(weight_q, scales, planes)
+
+
+def matrix(linear: Linear | PackedLinear) -> tuple[fused.Form, tuple[jax.Array, ...]]:
+    """The form and the arrays of a matrix, as kernels and :func:`multiply` read them."""
+    if isinstance(linear, PackedLinear):
+        return linear.form, (linear.weight_q[...], linear.scales[...])
+    weight = linear.weight[...]
+    outputs, inputs = weight.shape
+    return fused.Form(inputs, outputs, weight.dtype), (weight,)
+
+
+def multiply(form: fused.Form, x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+    """[..., in] -> [..., results] with a matrix of this form, without a kernel."""
+    if form.gated:
+        plain = dataclasses.replace(form, gated=False)
+        gate, up = jnp.split(multiply(plain, x, weights), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+    if not form.bits:
+        return matmul(x, weights[0])
+    linear = PackedLinear(
+        *weights, bits=form.bits, block=form.block, inputs=form.inputs, dtype=form.dtype
+    )
+    return linear(x)
 
 
 class Embedding(nnx.Module):

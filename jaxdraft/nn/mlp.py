@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdraft.config import MlpConfig, MoeConfig
-from jaxdraft.nn.linear import Linear, precision
+from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.kernels import linear as fused
+from jaxdraft.nn.linear import Linear, matrix, multiply, precision
 
 
 class Mlp(nnx.Module):
     """``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+
+    implementation = XLA
 
     def __init__(self, width: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate_up = Linear(width, 2 * hidden, dtype=dtype, rngs=rngs)
@@ -20,6 +26,10 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
+        if self.implementation == PALLAS and fused.serves(x):
+            form, weights = matrix(self.gate_up)
+            gated = dataclasses.replace(form, gated=True)
+            return self.down(fused.product(gated, x, weights, xla=multiply))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(jax.nn.silu(gate) * up)
 

@@ -15,9 +15,11 @@ from flax import nnx
 from speed_table import target_27b
 
 from jaxdraft.config import AttentionConfig
-from jaxdraft.kernels import delta_net
+from jaxdraft.kernels import delta_net, linear
+from jaxdraft.kernels.linear import Form
 from jaxdraft.nn.attention import attend
 from jaxdraft.nn.delta_net import DeltaNet
+from jaxdraft.nn.linear import multiply
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import Chunk, PagedPool
 from jaxdraft.state.recurrent import Recurrent
@@ -136,3 +138,34 @@ def test_a_delta_net_window_is_one_launch(card: str, steps: int, batch: int, dty
     kinds = re.findall(r"\d+: (k\w+)", compiled.thunks)
     assert len(kinds) <= 2 and "kWhile" not in kinds
     assert compiled.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
+
+
+@pytest.mark.parametrize("card", WITH_KERNELS)
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        (Form(5120, 17408, jnp.bfloat16, bits=4, block=32), 8),
+        (Form(5120, 17408, jnp.float16, bits=2, block=128), 1),
+        (Form(17408, 5120, jnp.float32, bits=8, block=64), 64),
+        (Form(5120, 34816, jnp.bfloat16, gated=True), 8),
+        (Form(5120, 34816, jnp.bfloat16, bits=4, block=32, gated=True), 16),
+        (Form(1536, 100, jnp.float32, gated=True), 64),
+    ],
+)
+def test_a_thin_product_is_one_launch_that_reads_packed_bytes(
+    card: str, form: Form, rows: int
+) -> None:
+    """No matrix of floats is written: what the launch reads is what is stored."""
+    arrays = (jax.ShapeDtypeStruct((form.outputs, form.inputs), form.dtype),)
+    if form.bits:
+        blocks = form.inputs // form.block
+        packed = (form.outputs, blocks, form.block * form.bits // 8)
+        arrays = (
+            jax.ShapeDtypeStruct(packed, jnp.uint8),
+            jax.ShapeDtypeStruct(packed[:2], jnp.float16),
+        )
+    run = jax.jit(lambda x, weights: linear.product(form, x, weights, xla=multiply))
+    x = jax.ShapeDtypeStruct((1, rows, form.inputs), form.dtype)
+    compiled = gpu_compile.compile_for(gpu_compile.CARDS[card], run, (x, arrays))
+    assert re.findall(r"\d+: (k\w+)", compiled.thunks) == ["kCustomKernel"]
+    assert compiled.temporary < 4096

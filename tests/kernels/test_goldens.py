@@ -13,11 +13,12 @@ import jaxdraft
 from tests.paths import artifact
 
 
-def load(name: str) -> tuple[jaxdraft.Model, dict[str, np.ndarray]]:
+def load(name: str, *, packed: bool = False) -> tuple[jaxdraft.Model, dict[str, np.ndarray]]:
     with np.load(artifact(name) / "golden.npz") as stored:
         golden = {key: stored[key] for key in stored.files}
     with pytest.warns(UserWarning, match="interpreted"):
-        return jaxdraft.load(artifact(name), dtype="float32", kernels="pallas"), golden
+        model = jaxdraft.load(artifact(name), dtype="float32", kernels="pallas", packed=packed)
+    return model, golden
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,11 @@ def test_rounds_accept_what_the_reference_accepted(name: str) -> None:
     assert np.asarray(out.trace.accepted)[0].tolist() == golden["e2e/accepted"].tolist()
 
 
-def test_a_ragged_batch_of_steps_gives_the_reference_tokens() -> None:
-    model, golden = load("sliding_qwen3_paged_fp16")
+@pytest.mark.parametrize(
+    ("name", "packed"), [("sliding_qwen3_paged_fp16", False), ("qwen35_int4_cpu", True)]
+)
+def test_a_ragged_batch_of_steps_gives_the_reference_tokens(name: str, packed: bool) -> None:
+    model, golden = load(name, packed=packed)
     prompts = [golden[f"prompt{i}/ids"].tolist() for i in range(4)]
     out = jaxdraft.generate(model, prompts, max_new_tokens=40, stop_ids=())
     for i, found in enumerate(out.ids()):
