@@ -5,6 +5,9 @@ query, key and value, normalises, solves the triangular system of
 :func:`jaxdraft.nn.delta_net.delta_rule` by substitution, and applies the gated norm. The state is
 read once and never written; the capsule from which rows are committed is written beside the output.
 
+Rates and decays, two numbers per head and row, are products of the layer's input with two rows of a
+matrix; given both, a program makes its own.
+
 A row reads rows before it and never one after it: nothing that a row past ``count`` holds, NaN
 included, reaches a row before it.
 """
@@ -28,6 +31,9 @@ from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
 from jaxdraft.sizes import power_of_two
 from jaxdraft.state.recurrent import Capsule
 
+_WIDTH = 512
+"""Columns of the layer's input that are read at a time."""
+
 _EXACT = lax.Precision.HIGHEST  # the state is float32 everywhere
 
 
@@ -40,27 +46,28 @@ def window(
     config: DeltaNetConfig,
     weights: Any,
     mixed: jax.Array,
-    ba: jax.Array,
+    rates: tuple[jax.Array, ...],
     conv: jax.Array,
     state: jax.Array,
     *,
     xla: Callable[..., tuple[jax.Array, Capsule]],
 ) -> tuple[jax.Array, Capsule]:
-    """Run T rows: see :func:`jaxdraft.nn.delta_net.window`, whose arguments and results these are.
+    """Run T rows: see :func:`jaxdraft.nn.delta_net.window`, whose results these are.
 
     Args:
       config: the layer's shape.
       weights: a :class:`jaxdraft.nn.delta_net.Weights`.
       mixed: [B, T, channels + Hv * Dv]; T is at most :data:`jaxdraft.kernels.MAX_ROWS`.
-      ba: [B, T, 2 * Hv].
+      rates: rates and decays (ba [B, T, 2 * Hv],), or what their product is made of: (x [B, T, D],
+        weight [2 * Hv, D]).
       conv: [B, W - 1, channels].
       state: [B, Hv, Dk, Dv] float32.
-      xla: the function that this one stands in for.
+      xla: the same without a kernel.
 
     Returns:
       [B, T, Hv * Dv], and the capsule, which a kernel commits too.
     """
-    out, capsule = by_platform(_run, xla, config, weights, mixed, ba, conv, state)
+    out, capsule = by_platform(_run, xla, config, weights, mixed, rates, conv, state)
     return out, dataclasses.replace(capsule, implementation=PALLAS)
 
 
@@ -68,7 +75,7 @@ def _run(
     config: DeltaNetConfig,
     weights: Any,
     mixed: jax.Array,
-    ba: jax.Array,
+    rates: tuple[jax.Array, ...],
     conv: jax.Array,
     state: jax.Array,
     *,
@@ -77,7 +84,7 @@ def _run(
     batch, steps, _ = mixed.shape
     out, log_decay, key, update, rows = launch(
         functools.partial(_kernel, config=config, steps=steps),
-        [mixed, ba, conv, state, *weights],
+        [mixed, conv, state, *weights, *rates],
         [
             ((batch, steps, config.value_rows), mixed.dtype),
             ((batch, steps, config.value_heads), jnp.float32),
@@ -95,7 +102,6 @@ def _run(
 
 def _kernel(
     mixed: Any,
-    ba: Any,
     conv: Any,
     state: Any,
     conv_weight: Any,
@@ -103,16 +109,12 @@ def _kernel(
     decay_scale: Any,
     dt_bias: Any,
     norm_weight: Any,
-    out: Any,
-    log_decay: Any,
-    key: Any,
-    update: Any,
-    rows: Any,
-    *,
+    *refs: Any,
     config: DeltaNetConfig,
     steps: int,
 ) -> None:
     """One value head of one row of the batch."""
+    *rates, out, log_decay, key, update, rows = refs
     b, head = pl.program_id(0), pl.program_id(1)
     shared = config.value_heads // config.key_heads  # consecutive heads that share a key
     key_head = lax.div(head, shared)
@@ -137,11 +139,9 @@ def _kernel(
     q = _normalize(convolve(queries, in_key)) * config.key_dim**-0.5
     k = _normalize(convolve(keys, in_key))
     v = convolve(values, in_value)
-    rate = plgpu.load(ba.at[b, step, head], mask=real, other=0).astype(jnp.float32)
-    rate = _sigmoid(rate)
-    decay = plgpu.load(ba.at[b, step, config.value_heads + head], mask=real, other=0)
-    decay = decay_scale[head] * _softplus(decay.astype(jnp.float32) + dt_bias[head])
-    decay = jnp.where(real, decay, 0.0)
+    rate = _sigmoid(_rate(rates, b, step, real, head))
+    decay = _rate(rates, b, step, real, config.value_heads + head)
+    decay = jnp.where(real, decay_scale[head] * _softplus(decay + dt_bias[head]), 0.0)
     memory = plgpu.load(
         state.at[b, head, dk[:, None], dv[None, :]],
         mask=in_key[:, None] & in_value[None, :],
@@ -171,6 +171,28 @@ def _kernel(
     result = result * scale[:, None] * weight[None, :] * (gate * _sigmoid(gate))
     place = head * config.value_dim + dv
     plgpu.store(out.at[b, step[:, None], place[None, :]], result.astype(out.dtype), mask=value_mask)
+
+
+def _rate(
+    refs: list[Any], b: jax.Array, step: jax.Array, real: jax.Array, column: jax.Array
+) -> jax.Array:
+    """One column of the rates and decays of all rows, [T] float32."""
+    if len(refs) == 1:
+        return plgpu.load(refs[0].at[b, step, column], mask=real, other=0).astype(jnp.float32)
+    x, weight = refs
+    width = weight.shape[1]
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        channel = iota(_WIDTH, index * _WIDTH)
+        inside = channel < width
+        mask = real[:, None] & inside[None, :]
+        part = plgpu.load(x.at[b, step[:, None], channel[None, :]], mask=mask, other=0)
+        row = plgpu.load(weight.at[column, channel], mask=inside, other=0).astype(jnp.float32)
+        return total + jnp.sum(part.astype(weight.dtype).astype(jnp.float32) * row[None, :], axis=1)
+
+    steps = jnp.int32(-(-width // _WIDTH))
+    total = lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros(step.shape, jnp.float32))
+    return total.astype(weight.dtype).astype(jnp.float32)  # rounded, as it would be in memory
 
 
 def _convolve(

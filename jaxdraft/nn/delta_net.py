@@ -10,7 +10,6 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equa
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import delta_net as fused
-from jaxdraft.nn.linear import Linear
+from jaxdraft.nn.linear import Linear, matmul
 from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
 from jaxdraft.state.recurrent import Capsule
 
@@ -253,6 +252,19 @@ def window(
     )
 
 
+def _window_of_rates(
+    config: DeltaNetConfig,
+    weights: Weights,
+    mixed: jax.Array,
+    rates: tuple[jax.Array, ...],
+    conv: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, Capsule]:
+    """:func:`window`, of rates and decays or of the two factors that they are the product of."""
+    ba = rates[0] if len(rates) == 1 else matmul(*rates)
+    return window(config, weights, mixed, ba, conv, state)
+
+
 def _convolve(weights: Weights, conv: jax.Array, rows: jax.Array) -> jax.Array:
     """Depthwise causal convolution, then SiLU: [B, T, channels].
 
@@ -302,10 +314,15 @@ class DeltaNet(nnx.Module):
         Returns:
           [B, T, D], and the capsule from which any prefix of the rows can be committed.
         """
-        run = window
+        mixed, weights = self.qkvz(x), self.weights
         if self.implementation == PALLAS and fused.serves(self.config, x):
-            run = functools.partial(fused.window, xla=window)
-        out, capsule = run(self.config, self.weights, self.qkvz(x), self.ba(x), conv, state)
+            plain = isinstance(self.ba, Linear)
+            rates = (x, self.ba.weight[...]) if plain else (self.ba(x),)
+            out, capsule = fused.window(
+                self.config, weights, mixed, rates, conv, state, xla=_window_of_rates
+            )
+        else:
+            out, capsule = window(self.config, weights, mixed, self.ba(x), conv, state)
         return self.out(out), capsule
 
     @property

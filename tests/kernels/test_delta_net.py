@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import MAX_ROWS, PALLAS, XLA
 from jaxdraft.kernels import delta_net as fused
 from jaxdraft.nn import delta_net
-from jaxdraft.nn.delta_net import Weights
+from jaxdraft.nn.delta_net import DeltaNet, Weights
 from jaxdraft.state import recurrent
 from jaxdraft.state.recurrent import Capsule, Recurrent
 from tests.examples import examples
@@ -29,11 +30,19 @@ WITHIN = 2e-5
 Arguments = tuple[Weights, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+def with_rates(
+    config: DeltaNetConfig, weights: Weights, mixed: jax.Array, rates: Any, *states: jax.Array
+) -> tuple[jax.Array, Capsule]:
+    (ba,) = rates
+    return delta_net.window(config, weights, mixed, ba, *states)
+
+
 @functools.partial(jax.jit, static_argnames="kernels")
 def run(kernels: bool, arguments: Arguments) -> tuple[jax.Array, Capsule]:
     if not kernels:
         return delta_net.window(CONFIG, *arguments)
-    return fused.window(CONFIG, *arguments, xla=delta_net.window)
+    weights, mixed, ba, conv, state = arguments
+    return fused.window(CONFIG, weights, mixed, (ba,), conv, state, xla=with_rates)
 
 
 @jax.jit
@@ -215,6 +224,31 @@ def test_half_precision_rounds_where_the_xla_path_does(dtype: str) -> None:
         out.astype(jnp.float32), other.astype(jnp.float32), atol=last * scale, rtol=0
     )
     np.testing.assert_allclose(capsule.update, others.update, atol=8 * last, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [40, 1100])
+def test_a_layer_with_kernels_equals_one_without(dtype: str, width: int) -> None:
+    """Rates and decays are made in the kernel, of one and of several parts of the input."""
+    layer = DeltaNet(width, CONFIG, dtype=dtype, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(5)
+    _, _, _, conv, state = draw(rng, 3)
+    x = jnp.asarray(rng.standard_normal((2, 3, width)), dtype)
+
+    @nnx.jit
+    def run(layer: DeltaNet) -> tuple[jax.Array, Capsule]:
+        return layer(x, conv.astype(dtype), state)
+
+    expected, others = run(layer)
+    layer.implementation = PALLAS
+    found, capsule = run(layer)
+    assert "pallas_call" in str(jax.make_jaxpr(lambda x: layer(x, conv.astype(dtype), state))(x))
+    last = 4 * float(jnp.finfo(dtype).eps)
+    within = max(last, WITHIN)
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected.astype(jnp.float32), atol=10 * within, rtol=0
+    )
+    np.testing.assert_allclose(capsule.log_decay, others.log_decay, atol=within, rtol=within)
 
 
 def test_wide_windows_take_the_xla_path() -> None:
