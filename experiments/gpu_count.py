@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 
 from gpu_compile import Compiled
-from gpu_hlo import Instruction, Module
+from gpu_hlo import Instruction, Module, dimensions
 
 LARGE = 1_000_000
 """Bytes from which on a copy is counted."""
+
+KEYS = "keys of the attention kernel"
+"""What :data:`Trips` is given for the keys that attention reads, of one request."""
 
 _MOVING = frozenset(
     "parameter bitcast copy transpose convert reshape concatenate pad broadcast constant tuple "
@@ -155,7 +158,7 @@ class Program:
                         visit(part, times * passes)
                 else:
                     source = self.module.source(self._instruction(thunk))
-                    found.setdefault(source, Counts()).add(self._launch(thunk), times)
+                    found.setdefault(source, Counts()).add(self._launch(thunk, trips), times)
 
         visit(self.thunks, 1)
         return sorted(found.items(), key=lambda item: -item[1].launches)
@@ -189,7 +192,7 @@ class Program:
                 branch = max(thunk.parts.values(), key=lambda part: sum(t.size for t in part))
                 total.add(self._count(branch, trips, inside=inside))
             else:
-                total.add(self._launch(thunk))
+                total.add(self._launch(thunk, trips))
         return total
 
     def _add_loop(self, total: Counts, thunk: Thunk, trips: Trips, inside: bool) -> None:
@@ -202,9 +205,11 @@ class Program:
             total.waits += 0 if inside else passes + 1
         total.add(self._count(thunk.parts["body"], trips, inside=inside), passes)
 
-    def _launch(self, thunk: Thunk) -> Counts:
+    def _launch(self, thunk: Thunk, trips: Trips) -> Counts:
         op = self._instruction(thunk)
         read, written = self.module.moved(op)
+        if "/attention/pallas_call" in op.rest:
+            read -= self._unread(op, trips(KEYS))
         count = Counts(launches=1, read=read, written=written)
         if written >= LARGE and not self.module.contains(op, "dot"):
             if any(self._is_weight(name) for name in op.operands):
@@ -215,6 +220,18 @@ class Program:
             elif self._only_moves(op):
                 count.copied = read + written
         return count
+
+    def _unread(self, op: Instruction, used: int) -> int:
+        """Return the bytes of keys and values [P, G, Z, H] that the attention kernel leaves out.
+
+        It reads the keys in use and no others. They are its third and fourth operands.
+        """
+        unread = 0
+        for name in op.operands[2:4]:
+            cache = self.module[name]
+            pages, _, slots, _ = dimensions(cache.shape)
+            unread += cache.bytes * max(0, pages * slots - used) // (pages * slots)
+        return unread
 
     def _is_weight(self, name: str) -> bool:
         op = self.module[name]

@@ -39,6 +39,14 @@ def shape_bytes(shape: str) -> int:
     return bits // 8
 
 
+def dimensions(shape: str) -> tuple[int, ...]:
+    """Return the sizes of an array's shape. Example: ``bf16[2,3]{1,0}`` has (2, 3)."""
+    found = _SHAPE.search(shape)
+    if found is None:
+        raise ValueError(f"shape is {shape!r}; expected that of an array")
+    return tuple(int(size) for size in found.group(2).split(",") if size)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation."""

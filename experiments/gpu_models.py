@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from gpu_count import KEYS
 from jax.typing import DTypeLike
 from speed_table import DRAFTS, drafter_27b, target_27b
 
@@ -24,6 +25,8 @@ from jaxdraft.config import TargetConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.kernels import XLA
+from jaxdraft.nn import choice
 from jaxdraft.nn.decoder import Decoder, DecoderTarget
 from jaxdraft.round import Rules
 from jaxdraft.sampling import SamplingRules
@@ -140,7 +143,7 @@ PROGRAMS = (
 """Names for :func:`case`: what runs, and with which drafter."""
 
 
-def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
+def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: str = XLA) -> Case:
     """Return the program of a name, at the geometry of 27B with ``layers`` layers.
 
     Args:
@@ -148,6 +151,7 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
       layers: of the target; a drafter has all of its own.
       dtype: of weights, keys and values.
       capacity: positions that the state has room for.
+      kernels: "xla", or "pallas" for GPU kernels where there are some.
 
     Raises:
       ValueError: no such program.
@@ -156,7 +160,8 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int) -> Case:
         raise ValueError(f"program is {name!r}; expected one of {', '.join(PROGRAMS)}")
     what, _, drafter = name.partition(":")
     config = config_27b(layers, context=max(16384, capacity))
-    target, drafts = model_27b(config, drafter or "none", dtype)
+    model = model_27b(config, drafter or "none", dtype)
+    target, drafts = choice.apply(model, kernels)
     if what in ("round", "sampled"):
         rules = greedy_rules() if what == "round" else sampled_rules()
         return decoding_round(target, drafts, capacity, rules)
@@ -173,6 +178,8 @@ def _weights(*trees: Any) -> range:
 
 def _trips(rows: int, drafts: int, length: int, source: str) -> int:
     """Return the passes of a loop that depend on the length of the text or on the proposal."""
+    if source == KEYS:
+        return length + rows
     if source.startswith("nn/attention.py"):
         return -(-(length + rows) // paged.CHUNK)
     if source.startswith("draft/mtp.py"):

@@ -21,6 +21,8 @@ from gpu_compile import CARDS, compile_for, unavailable
 from gpu_count import Program
 from gpu_models import PROGRAMS, case
 
+from jaxdraft.kernels import KERNELS, XLA
+
 HEAD = [
     "program",
     "positions",
@@ -43,6 +45,7 @@ def rows_of(
     card: str,
     *,
     layers: int,
+    kernels: str,
     lengths: Sequence[int],
     capacity: int,
     dtype: str | None,
@@ -51,7 +54,11 @@ def rows_of(
     """Return the table rows of one program, compiled once for all lengths."""
     target = CARDS[card]
     program_case = case(
-        name, layers=layers, dtype=jnp.dtype(dtype or target.dtype), capacity=capacity
+        name,
+        kernels=kernels,
+        layers=layers,
+        dtype=jnp.dtype(dtype or target.dtype),
+        capacity=capacity,
     )
     compiled = compile_for(target, program_case.function, program_case.arguments)
     program = Program(compiled, program_case.weights)
@@ -79,6 +86,7 @@ def main() -> None:
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), metavar="PROGRAM")
     parser.add_argument("--card", choices=tuple(CARDS), default="h200")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kernels", choices=KERNELS, default=XLA)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--capacity", type=int, default=9216)
     parser.add_argument("--dtype", help="of weights, keys and values; default: the card's own")
@@ -92,6 +100,7 @@ def main() -> None:
             name,
             args.card,
             layers=args.layers,
+            kernels=args.kernels,
             lengths=args.lengths,
             capacity=args.capacity,
             dtype=args.dtype,

@@ -59,3 +59,41 @@ def test_a_delta_net_layer_solves_a_window_in_few_launches() -> None:
     lines = program("verify").lines(functools.partial(case("verify").trips, 512))
     launches = sum(part.launches for line, part in lines if line.startswith("nn/delta_net.py"))
     assert launches <= 12 * case("verify").arguments[0].config.count("delta_net")
+
+
+@functools.cache
+def with_kernels(name: str, layers: int) -> tuple[gpu_models.Case, gpu_count.Program]:
+    found = gpu_models.case(
+        name, layers=layers, dtype=H200.dtype, capacity=CAPACITY, kernels="pallas"
+    )
+    compiled = gpu_compile.compile_for(H200, found.function, found.arguments)
+    return found, gpu_count.Program(compiled, found.weights)
+
+
+@pytest.mark.parametrize("length", [512, 8192])
+def test_a_round_with_kernels_has_a_thousand_launches(length: int) -> None:
+    """64 layers are four, and fifteen times the four between four and eight: of the same kinds.
+
+    All of them are in one CUDA graph, without a wait for the host, at every length.
+    """
+    few, more = (
+        program.count(functools.partial(found.trips, length))
+        for found, program in (with_kernels("round:dflash2", layers) for layers in (4, 8))
+    )
+    assert few.launches + 15 * (more.launches - few.launches) <= 1000
+    for counts in (few, more):
+        assert (counts.graphs, counts.waits) == (1, 0)
+        assert counts.joined == counts.rewritten == counts.copied == 0
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+def test_a_round_with_kernels_reads_the_keys_in_use(length: int) -> None:
+    """Of every four more layers, hardly more bytes are moved than there must be."""
+    counts, least = zip(
+        *(
+            (program.count(functools.partial(found.trips, length)).moved, found.least(length))
+            for found, program in (with_kernels("round:dflash2", layers) for layers in (4, 8))
+        ),
+        strict=True,
+    )
+    assert counts[1] - counts[0] <= 1.05 * (least[1] - least[0])
