@@ -89,7 +89,7 @@ class Core:
 
 def attention_core(walk: Walk, value: str) -> Core:
     """``value`` as the output of an attention operator."""
-    call = walk.take(value, "GroupQueryAttention", "PagedAttention")
+    call = walk.expect_op(value, "GroupQueryAttention", "PagedAttention")
     label, a = call.node.label, call.attributes
     heads, kv_heads = a["num_heads"], a["kv_num_heads"]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -151,9 +151,9 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
     attended, out = linear(walk, value, None, width)
     gate = ""
     if walk.op(attended) == "Mul":
-        call = walk.take(attended, "Mul")
+        call = walk.expect_op(attended, "Mul")
         attended = call["a"]
-        gate = walk.take(call["b"], "Sigmoid")["x"]
+        gate = walk.expect_op(call["b"], "Sigmoid")["x"]
     core = attention_core(walk, attended)
     call, label = core.call, core.call.node.label
     if out.shape[1] % core.heads:
@@ -292,13 +292,13 @@ def _heads(
     value, tables = _rotation(walk, value, io, heads, head_dim)
     if walk.op(value) != "Reshape":
         return value, None, tables
-    outer = walk.take(value, "Reshape")
+    outer = walk.expect_op(value, "Reshape")
     if walk.op(outer["data"]) != "SimplifiedLayerNormalization":
         return value, None, tables
     rows = heads * head_dim
     walk.expect(outer, "shape", [0, -1, rows], [-1, rows])
     norm = rms_norm(walk, outer["data"], head_dim)
-    inner = walk.take(norm.source, "Reshape")
+    inner = walk.expect_op(norm.source, "Reshape")
     walk.expect(inner, "shape", [0, -1, head_dim])
     return inner["data"], norm, tables
 
@@ -321,10 +321,10 @@ def _rotation(
         value = cast(walk, value, walk.dtype)
     squeezed = walk.op(value) == "Squeeze"
     if squeezed:
-        call = walk.take(value, "Squeeze")
+        call = walk.expect_op(value, "Squeeze")
         walk.expect(call, "axes", [0])
         value = call["data"]
-    call = walk.take(value, "MRotaryEmbedding", "RotaryEmbedding")
+    call = walk.expect_op(value, "MRotaryEmbedding", "RotaryEmbedding")
     label, a = call.node.label, call.attributes
     sections = call.node.op == "MRotaryEmbedding"
     tables = rotary_tables(walk, call["cos_cache"], call["sin_cache"], label)
@@ -373,7 +373,7 @@ def _check_rotation(walk: Walk, call: Call, tables: Tables, heads: int, head_dim
 
 
 def _unsqueezed(walk: Walk, value: str, axes: list[int]) -> str:
-    call = walk.take(value, "Unsqueeze")
+    call = walk.expect_op(value, "Unsqueeze")
     walk.expect(call, "axes", axes)
     return call["data"]
 
@@ -399,10 +399,10 @@ def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int)
     """
     sources = []
     for value, part in ((query, 0), (gate, 1)):
-        flat = walk.take(value, "Reshape")
+        flat = walk.expect_op(value, "Reshape")
         walk.expect(flat, "shape", [*io.kept, heads * head_dim])
         whole = split_into(walk, flat["data"], [head_dim, head_dim], part)
-        outer = walk.take(whole, "Reshape")
+        outer = walk.expect_op(whole, "Reshape")
         walk.expect(outer, "shape", [*io.kept, heads, 2 * head_dim])
         sources.append(outer["data"])
     walk.same("the gate", sources[1], sources[0])
@@ -477,14 +477,14 @@ def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
                    --> Shape -> Gather 1 -> Cast = total_sequence_length
     """
     mask = io_input(walk, io, "attention_mask", INT64, ("batch", "total"))
-    less = walk.take(cast(walk, call["seqlens_k"], INT32), "Sub")
+    less = walk.expect_op(cast(walk, call["seqlens_k"], INT32), "Sub")
     walk.expect(less, "b", [1])
-    total = walk.take(less["a"], "ReduceSum")
+    total = walk.expect_op(less["a"], "ReduceSum")
     walk.expect(total, "axes", [1])
     if total.attributes["keepdims"]:
         raise ArtifactError(walk.file, f"{total.node.label}, keepdims", 1, 0)
     walk.same(f"{total.node.label}, data", total["data"], mask)
-    width = walk.take(cast(walk, call["total_sequence_length"], INT32), "Gather")
+    width = walk.expect_op(cast(walk, call["total_sequence_length"], INT32), "Gather")
     walk.expect(width, "indices", 1)
-    shape = walk.take(width["data"], "Shape")
+    shape = walk.expect_op(width["data"], "Shape")
     walk.same(f"{shape.node.label}, data", shape["data"], mask)

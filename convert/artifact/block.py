@@ -135,7 +135,7 @@ class BlockReader:
         walk, name = self.walk, self.io.outputs["scores"]
         shape = ("batch", self.drafts, self.candidates, self.candidates)
         walk.output(name, "the scores", FLOAT, shape)
-        return walk.take(name, "Add")
+        return walk.expect_op(name, "Add")
 
     def unary(self, value: str) -> tuple[str, str]:
         """Candidates' own logits: (the candidates' value, the rows that the head reads).
@@ -144,21 +144,21 @@ class BlockReader:
                                  --> Reshape -> Cast = candidate_ids
         """
         walk, n, c = self.walk, self.drafts, self.candidates
-        outer = walk.take(value, "Reshape")
+        outer = walk.expect_op(value, "Reshape")
         walk.expect(outer, "shape", [-1, n, 1, c])
-        inner = walk.take(outer["data"], "Reshape")
+        inner = walk.expect_op(outer["data"], "Reshape")
         walk.expect(inner, "shape", [-1, n, c])
-        best = walk.take(inner["data"], "TopK", output=0)
+        best = walk.expect_op(inner["data"], "TopK", output=0)
         walk.expect(best, "k", [c])
         logits = cast(walk, best["x"], FLOAT)
 
         name = self.io.outputs["candidate_ids"]
         walk.output(name, "the candidates", INT32, ("batch", n, c))
         chosen = cast(walk, name, INT32)
-        shaped = walk.take(chosen, "Reshape")
+        shaped = walk.expect_op(chosen, "Reshape")
         walk.expect(shaped, "shape", [-1, n, c])
         walk.same("the candidates", shaped["data"], best.output(1))
-        walk.take(shaped["data"], "TopK", output=1)
+        walk.expect_op(shaped["data"], "TopK", output=1)
         return chosen, logits
 
     def head(self, logits: str) -> tuple[str, Matrix]:
@@ -178,17 +178,17 @@ class BlockReader:
         candidates -> Slice 0:steps-1 -----------------------------
         """
         walk, c = self.walk, self.candidates
-        joined = walk.take(value, "Concat")
+        joined = walk.expect_op(value, "Concat")
         if axis_of(joined, 3) != 1 or len(joined.inputs) != 2:
             raise ArtifactError(
                 walk.file, joined.node.label, "another axis or more parts", "axis 1"
             )
-        tiled = walk.take(joined["0"], "Tile")
+        tiled = walk.expect_op(joined["0"], "Tile")
         walk.expect(tiled, "repeats", [1, 1, c])
-        lone = walk.take(tiled["data"], "Reshape")
+        lone = walk.expect_op(tiled["data"], "Reshape")
         walk.expect(lone, "shape", [-1, 1, 1])
         ids = self.slice(lone["data"], 0, 1, 1)
-        blocks = walk.take(ids, "Reshape")
+        blocks = walk.expect_op(ids, "Reshape")
         walk.expect(blocks, "shape", [-1, self.block])
         walk.same(f"{blocks.node.label}, data", blocks["data"], self.ids())
         tail = self.slice(joined["1"], 0, self.drafts - 1, 1)
@@ -197,7 +197,7 @@ class BlockReader:
     def codebook(self, value: str, indices: str) -> Piece:
         """``value = book[indices]``: the book [V, R]."""
         walk = self.walk
-        call = walk.take(value, "Gather")
+        call = walk.expect_op(value, "Gather")
         walk.same(f"{call.node.label}, indices", call["indices"], indices)
         if axis_of(call, 2) != 0:
             raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], 0)
@@ -207,11 +207,11 @@ class BlockReader:
 
     def gather_indices(self, value: str) -> str:
         """Indices of the Gather that computes ``value``."""
-        return self.walk.take(value, "Gather")["indices"]
+        return self.walk.expect_op(value, "Gather")["indices"]
 
     def slice(self, value: str, start: int, end: int, axis: int) -> str:
         """``value = x[start:end]`` along ``axis``: x."""
-        call = self.walk.take(value, "Slice")
+        call = self.walk.expect_op(value, "Slice")
         self.walk.expect(call, "starts", [start])
         self.walk.expect(call, "ends", [end])
         self.walk.expect(call, "axes", [axis])
@@ -219,7 +219,7 @@ class BlockReader:
 
     def last_two_swapped(self, value: str) -> str:
         """``value = swapaxes(x, -1, -2)`` of rank 4: x."""
-        call = self.walk.take(value, "Transpose")
+        call = self.walk.expect_op(value, "Transpose")
         if call.attributes["perm"] != (0, 1, 3, 2):
             raise ArtifactError(
                 self.walk.file, f"{call.node.label}, perm", call.attributes["perm"], (0, 1, 3, 2)
@@ -265,7 +265,7 @@ class BlockReader:
         """Rows that enter the first layer: (the target's table, the scale of its rows)."""
         walk, scale = self.walk, 1.0
         if walk.op(value) == "Mul":
-            call = walk.take(value, "Mul")
+            call = walk.expect_op(value, "Mul")
             factor = walk.constant(cast(walk, call["b"], walk.dtype))
             if factor.size != 1 or factor.dtype.kind != "f":
                 raise ArtifactError(walk.file, call.node.label, factor.tolist(), "one number")
@@ -290,7 +290,7 @@ class BlockReader:
         """
         walk = self.walk
         picked, out = linear(walk, value, None, self.width)
-        gather = walk.take(picked, "Gather")
+        gather = walk.expect_op(picked, "Gather")
         self._rows_by(gather, "block_row_index", ("block rows",))
         core = attention_core(walk, gather["data"])
         call, label = core.call, core.call.node.label
@@ -359,7 +359,7 @@ class BlockReader:
 
     def _joined(self, value: str) -> tuple[str, str]:
         """``value``: block rows, then context rows."""
-        call = self.walk.take(value, "Concat")
+        call = self.walk.expect_op(value, "Concat")
         if axis_of(call, 2) != 0 or len(call.inputs) != 2:
             raise ArtifactError(
                 self.walk.file, call.node.label, "another axis or more parts", "two, on axis 0"
@@ -368,12 +368,12 @@ class BlockReader:
 
     def _separate(self, call: Call, rows: tuple[int, int]) -> tuple[str, str, Recipes]:
         walk, label = self.walk, call.node.label
-        query = walk.take(call["query"], "Gather")
+        query = walk.expect_op(call["query"], "Gather")
         self._rows_by(query, "q_row_map", ("stream rows",))
         block, q = linear(walk, query["data"], self.width, rows[0])
         sources, matrices = [], []
         for role in ("key", "value"):
-            gather = walk.take(call[role], "Gather")
+            gather = walk.expect_op(call[role], "Gather")
             self._rows_by(gather, "qkv_row_map", ("stream rows",))
             own, other = self._joined(gather["data"])
             block_rows, matrix = linear(walk, own, self.width, rows[1])
@@ -397,7 +397,7 @@ class BlockReader:
 
     def _packed(self, call: Call, rows: tuple[int, int]) -> tuple[str, str, Recipes]:
         walk = self.walk
-        gather = walk.take(call["query"], "Gather")
+        gather = walk.expect_op(call["query"], "Gather")
         self._rows_by(gather, "qkv_row_map", ("stream rows",))
         total = rows[0] + 2 * rows[1]
         both, qkv = linear(walk, gather["data"], self.width, total)

@@ -27,7 +27,7 @@ def delta_net(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
        --> MatMul z ---------------------------------------
     """
     normed, out = linear(walk, value, None, width)
-    gated = walk.take(normed, "GatedRMSNorm")
+    gated = walk.expect_op(normed, "GatedRMSNorm")
     norm = walk.weight(gated["scale"], f"{gated.node.label}, scale", (None,))
     value_dim, rows = norm.shape[0], out.shape[1]
     value_heads = rows // value_dim
@@ -112,15 +112,15 @@ def _paged_rule(
                    --> Reshape = v ------------------>      |  <-- lengths, state
     a, b -> [Cast] ---------------------------------->      --> the state, [capsules]
     """
-    flat = walk.take(value, "Reshape")
+    flat = walk.expect_op(value, "Reshape")
     walk.expect(flat, "shape", [0, value_heads * value_dim])
-    call = walk.take(flat["data"], "GatedDeltaNet")
+    call = walk.expect_op(flat["data"], "GatedDeltaNet")
     label = call.node.label
-    q = walk.take(call["query"], "Reshape")
+    q = walk.expect_op(call["query"], "Reshape")
     key_heads, key_dim = _heads_of(walk, call, q, [0], "query")
-    k = walk.take(call["key"], "Reshape")
+    k = walk.expect_op(call["key"], "Reshape")
     walk.expect(k, "shape", [0, key_heads, key_dim])
-    v = walk.take(call["value"], "Reshape")
+    v = walk.expect_op(call["value"], "Reshape")
     walk.expect(v, "shape", [0, value_heads, value_dim])
     _check_scale(walk, call, call.attributes["scale"] or key_dim**-0.5, key_dim)
     _check_sharing(walk, call, key_heads, value_heads)
@@ -161,7 +161,7 @@ def _dense_rule(
                    --> v -------------------------------->    |   --> the present state
     a, b -> LinearAttentionGate --> decay, beta ---------->    |
     """
-    call = walk.take(value, "LinearAttention")
+    call = walk.expect_op(value, "LinearAttention")
     label, a = call.node.label, call.attributes
     key_heads = a["q_num_heads"]
     if a["kv_num_heads"] != value_heads:
@@ -174,8 +174,8 @@ def _dense_rule(
     mixed = _split_qkv(
         walk, label, (q, k, call["value"]), key_heads * key_dim, value_heads * value_dim
     )
-    gates = walk.take(call["decay"], "LinearAttentionGate", output=0)
-    walk.take(call["beta"], "LinearAttentionGate", output=1)
+    gates = walk.expect_op(call["decay"], "LinearAttentionGate", output=0)
+    walk.expect_op(call["beta"], "LinearAttentionGate", output=1)
     walk.outputs(gates, [call["decay"], call["beta"]])
     where = gates.node.label
     decay = walk.tensor(
@@ -195,7 +195,7 @@ def _scaled(walk: Walk, value: str) -> tuple[str, float]:
     """``value = x * factor``, or ``value`` itself and 1."""
     if walk.op(value) != "Mul":
         return value, 1.0
-    call = walk.take(value, "Mul")
+    call = walk.expect_op(value, "Mul")
     factor = walk.constant(call["b"])
     if factor.size != 1 or factor.dtype not in FLOATS.values():
         raise ArtifactError(walk.file, call.node.label, factor.tolist(), "one number")
@@ -230,9 +230,9 @@ def _l2_normalized(walk: Walk, value: str, heads: int, head_dim: int | None) -> 
 
     x -> Reshape [heads, channels] -> LpNormalization -> Reshape = value
     """
-    outer = walk.take(value, "Reshape")
-    norm = walk.take(outer["data"], "LpNormalization")
-    inner = walk.take(norm["x"], "Reshape")
+    outer = walk.expect_op(value, "Reshape")
+    norm = walk.expect_op(outer["data"], "LpNormalization")
+    inner = walk.expect_op(norm["x"], "Reshape")
     found, width = _heads_of(walk, norm, inner, [0, 0], "shape")
     if found != heads or (head_dim is not None and width != head_dim):
         raise ArtifactError(
@@ -251,11 +251,11 @@ def _convolution(
     paged: x ---------> VarlenCausalConvWithState = value    <-- lengths, state, --> [captured]
     """
     if io.layout == "dense":
-        turned = walk.take(value, "Transpose")
+        turned = walk.expect_op(value, "Transpose")
         check_perm(walk, turned, (0, 2, 1))
         value = turned["data"]
     op = "CausalConvWithState" if io.layout == "dense" else "VarlenCausalConvWithState"
-    call = walk.take(value, op)
+    call = walk.expect_op(value, op)
     label = call.node.label
     weight = walk.weight(call["weight"], f"{label}, weight", (channels, 1, None))
     bias = walk.weight(call["bias"], f"{label}, bias", (channels,))
@@ -263,7 +263,7 @@ def _convolution(
     outputs = [value, _state(walk, call, io, layer, "conv", walk.dtype, state)]
     source = call["x"]
     if io.layout == "dense":
-        turned = walk.take(source, "Transpose")
+        turned = walk.expect_op(source, "Transpose")
         check_perm(walk, turned, (0, 2, 1))
         source = turned["data"]
     else:

@@ -39,16 +39,16 @@ def plan_dflash2(
     scores = reader.scores()
     candidates, logits = reader.unary(scores["b"])
     rows, head = reader.head(logits)
-    pair = walk.take(cast(walk, scores["a"], FLOAT), "MatMul")
+    pair = walk.expect_op(cast(walk, scores["a"], FLOAT), "MatMul")
     turned = reader.last_two_swapped(pair["b"])
-    weighted = walk.take(pair["a"], "Mul")
+    weighted = walk.expect_op(pair["a"], "Mul")
     previous = reader.gather_indices(weighted["a"])
     reader.previous(previous, candidates)
     predecessor = reader.codebook(weighted["a"], previous)
     successor = reader.codebook(turned, candidates)
     rank = predecessor.shape[1]
     reader.same_rank(successor, rank)
-    shaped = walk.take(weighted["b"], "Reshape")
+    shaped = walk.expect_op(weighted["b"], "Reshape")
     walk.expect(shaped, "shape", [-1, reader.drafts, 1, rank])
     features, projection = linear(walk, shaped["data"], reader.width, rank, quantized=False)
     walk.same("the rows that are projected", features, rows)
@@ -77,9 +77,9 @@ class _DFlash2Reader(BlockReader):
     def mask_rows(self, value: str) -> str:
         """``value``: all rows of a block but the first, of all blocks: the rows of all."""
         walk = self.walk
-        flat = walk.take(value, "Reshape")
+        flat = walk.expect_op(value, "Reshape")
         walk.expect(flat, "shape", [-1, self.width])
-        blocks = walk.take(self.slice(flat["data"], 1, self.block, 1), "Reshape")
+        blocks = walk.expect_op(self.slice(flat["data"], 1, self.block, 1), "Reshape")
         walk.expect(blocks, "shape", [-1, self.block, self.width])
         return blocks["data"]
 
@@ -92,14 +92,14 @@ class _DFlash2Reader(BlockReader):
         base 1, delta 1 -> Add -> Reshape ---------->
         """
         walk = self.walk
-        outer = walk.take(value, "Add")
+        outer = walk.expect_op(value, "Add")
         terms: list[str] = []
         chain = outer
         while True:
             terms.append(chain["b"])
             if walk.op(chain["a"]) != "Add":
                 break
-            chain = walk.take(chain["a"], "Add")
+            chain = walk.expect_op(chain["a"], "Add")
         terms.append(chain["a"])
         terms.reverse()  # tap 0 first
         if len(terms) != TAPS:
@@ -117,14 +117,14 @@ class _DFlash2Reader(BlockReader):
         """One tap: (rows, base kernel, the value of its delta)."""
         walk = self.walk
         if tap:
-            masked = walk.take(value, "Mul")
+            masked = walk.expect_op(value, "Mul")
             self._mask = self._mask or masked["b"]
             walk.same(f"{masked.node.label}, mask", masked["b"], self._mask)
             value = masked["a"]
-        product = walk.take(value, "Mul")
-        coefficient = walk.take(product["b"], "Reshape")
+        product = walk.expect_op(value, "Mul")
+        coefficient = walk.expect_op(product["b"], "Reshape")
         walk.expect(coefficient, "shape", [-1, self.width])
-        added = walk.take(coefficient["data"], "Add")
+        added = walk.expect_op(coefficient["data"], "Add")
         where = f"{added.node.label}, base kernel"
         base = walk.weight(added["a"], where, (1, None, None))
         if base.shape[1] * base.shape[2] != self.width:
@@ -136,7 +136,7 @@ class _DFlash2Reader(BlockReader):
             )
         rows = product["a"]
         if tap:
-            joined = walk.take(rows, "Concat")
+            joined = walk.expect_op(rows, "Concat")
             if axis_of(joined, 2) != 0 or len(joined.inputs) != 2:
                 raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on axis 0")
             rows = self.slice(joined["1"], 0, -tap, 0)
@@ -163,9 +163,9 @@ class _DFlash2Reader(BlockReader):
         cuts = len(bases)
         shaped = ""
         for i, delta in enumerate((*prepare.deltas, *finish.deltas)):
-            single = walk.take(delta, "Reshape")
+            single = walk.expect_op(delta, "Reshape")
             walk.expect(single, "shape", [-1, groups, 1])
-            split = walk.take(single["data"], "Split", output=i)
+            split = walk.expect_op(single["data"], "Split", output=i)
             if (
                 split["split"]
                 or axis_of(split, 3) != 1
@@ -177,7 +177,7 @@ class _DFlash2Reader(BlockReader):
                 )
             shaped = shaped or split["data"]
             walk.same(f"{split.node.label}, data", split["data"], shaped)
-        whole = walk.take(shaped, "Reshape")
+        whole = walk.expect_op(shaped, "Reshape")
         walk.expect(whole, "shape", [-1, cuts, groups])
         source, projection = linear(walk, whole["data"], self.width, cuts * groups, quantized=False)
         walk.same(f"{whole.node.label}, the projected rows", source, prepare.source)
@@ -197,18 +197,18 @@ class _DFlash2Reader(BlockReader):
         walk = self.walk
         if self._mask is None:
             return
-        column = walk.take(self._mask, "Reshape")
+        column = walk.expect_op(self._mask, "Reshape")
         walk.expect(column, "shape", [-1, 1])
-        greater = walk.take(cast(walk, column["data"], walk.dtype), "Greater")
+        greater = walk.expect_op(cast(walk, column["data"], walk.dtype), "Greater")
         walk.expect(greater, "b", 0)
-        within = walk.take(greater["a"], "Mod")
+        within = walk.expect_op(greater["a"], "Mod")
         walk.expect(within, "b", self.block)
-        count = walk.take(within["a"], "Range")
+        count = walk.expect_op(within["a"], "Range")
         walk.expect(count, "start", 0)
         walk.expect(count, "delta", 1)
-        rows = walk.take(count["limit"], "Gather")
+        rows = walk.expect_op(count["limit"], "Gather")
         walk.expect(rows, "indices", 0)
-        shape = walk.take(rows["data"], "Shape")
+        shape = walk.expect_op(rows["data"], "Shape")
         walk.same(f"{shape.node.label}, data", shape["data"], embedded)
 
 

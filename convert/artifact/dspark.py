@@ -31,7 +31,7 @@ def plan_dspark(
     scores = reader.scores()
     candidates, logits = reader.unary(scores["b"])
     rows, head = reader.head(logits)
-    pair = walk.take(scores["a"], "MatMul")
+    pair = walk.expect_op(scores["a"], "MatMul")
     before = cast(walk, pair["a"], FLOAT)
     after = cast(walk, reader.last_two_swapped(pair["b"]), FLOAT)
     previous = reader.gather_indices(before)

@@ -38,10 +38,10 @@ def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
         return _experts(walk, value, width)
     if op != "GatedAdd":
         return mlp(walk, value, width)
-    call = walk.take(value, "GatedAdd")
+    call = walk.expect_op(value, "GatedAdd")
     routed = _experts(walk, call["x"], width)
     shared = mlp(walk, call["y"], width)
-    gate = walk.take(call["gate"], "Sigmoid")
+    gate = walk.expect_op(call["gate"], "Sigmoid")
     source, weight = linear(walk, gate["x"], width, 1)
     walk.same(f"{call.node.label}, the shared expert", shared.source, routed.source)
     walk.same(f"{call.node.label}, the gate", source, routed.source)
@@ -67,9 +67,9 @@ def mlp(walk: Walk, value: str, width: int) -> FeedForward:
     """
     product, down = linear(walk, value, None, width)
     hidden = down.shape[1]
-    call = walk.take(product, "Mul")
-    silu = walk.take(call["a"], "Mul")
-    sigmoid = walk.take(silu["b"], "Sigmoid")
+    call = walk.expect_op(product, "Mul")
+    silu = walk.expect_op(call["a"], "Mul")
+    sigmoid = walk.expect_op(silu["b"], "Sigmoid")
     walk.same(f"{sigmoid.node.label}, input", sigmoid["x"], silu["a"])
     gate, up = silu["a"], call["b"]
     if walk.op(gate) == "Split":
@@ -96,9 +96,9 @@ def _experts(walk: Walk, value: str, width: int) -> FeedForward:
       |                                               |  <-- fc1 [E, 2 hidden, width], [zeros]
        -----------------------------------------------   <-- fc2 [E, width, hidden], [zeros]
     """
-    call = walk.take(value, "MoE", "QMoE")
+    call = walk.expect_op(value, "MoE", "QMoE")
     label, source = call.node.label, call["x"]
-    reshape = walk.take(call["router"], "Reshape")
+    reshape = walk.expect_op(call["router"], "Reshape")
     router_source, router = linear(walk, reshape["data"], width, None)
     experts = router.shape[0]
     walk.expect(reshape, "shape", [-1, experts])

@@ -84,7 +84,7 @@ def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
     out = io.outputs["hidden_states"]
     walk.output(out, "the hidden rows", walk.dtype, (*io.rows, width))
     if out != rows:
-        walk.same("output hidden_states", walk.take(out, "Identity")["x"], rows)
+        walk.same("output hidden_states", walk.expect_op(out, "Identity")["x"], rows)
 
     feed = feed_forward(walk, final.skip, io, width)
     post = rms_norm(walk, feed.source, width)
@@ -93,7 +93,7 @@ def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
     before = rms_norm(walk, mixer.source, width)
     walk.same("the residual stream", post.source, before.sum)
     pair, fc = linear(walk, lone(walk, before), 2 * width, width)
-    joined = walk.take(pair, "Concat")
+    joined = walk.expect_op(pair, "Concat")
     if axis_of(joined, len(io.rows) + 1) != len(io.rows) or len(joined.inputs) != 2:
         raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on the last axis")
     embedding_norm = rms_norm(walk, joined["0"], width)

@@ -54,10 +54,10 @@ def linear(
     x --> MatMulNBits = value      <-- packed W, scales, [zero points]
     """
     if not quantized or walk.op(value) != "MatMulNBits":
-        call = walk.take(value, "MatMul")
+        call = walk.expect_op(value, "MatMul")
         tensor = walk.weight(call["b"], f"{call.node.label}, weight", (inputs, outputs))
         return call["a"], Dense.of(tensor, transposed=True)
-    call = walk.take(value, "MatMulNBits")
+    call = walk.expect_op(value, "MatMulNBits")
     return call["a"], _matmul_nbits(walk, call, inputs, outputs)
 
 
@@ -119,12 +119,12 @@ def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matri
     head [V, blocks, bytes] (tied) -> Reshape -----> GatherBlockQuantized -> [Slice] = value
     """
     if walk.op(value) == "Slice":  # the rows of a quantized head are padded to whole blocks
-        call = walk.take(value, "Slice")
+        call = walk.expect_op(value, "Slice")
         walk.expect(call, "starts", [0])
         walk.expect(call, "ends", [width])
         walk.expect(call, "axes", [-1])
         value = call["data"]
-    call = walk.take(value, "Gather", "GatherBlockQuantized")
+    call = walk.expect_op(value, "Gather", "GatherBlockQuantized")
     walk.same(f"{call.node.label}, indices", call["indices"], ids)
     if call.node.op == "GatherBlockQuantized":
         return _gather_quantized(walk, call, vocab, width)
@@ -132,7 +132,7 @@ def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matri
         raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], 0)
     where = f"{call.node.label}, table"
     if walk.op(call["data"]) == "Transpose":  # the head of a tied model, [D, V]
-        turned = walk.take(call["data"], "Transpose")
+        turned = walk.expect_op(call["data"], "Transpose")
         check_perm(walk, turned, (1, 0))
         tensor = walk.weight(turned["data"], where, (width, vocab))
         return Dense.of(tensor, transposed=True)
@@ -146,7 +146,7 @@ def _gather_quantized(walk: Walk, call: Call, vocab: int, width: int) -> Quantiz
         bits = call.attributes["bits"]
         _check_block(walk, label, block, bits)
         blocks = Blocks(bits, block, width, zero=1 << (bits - 1))
-        reshape = walk.take(name, "Reshape")
+        reshape = walk.expect_op(name, "Reshape")
         walk.expect(reshape, "shape", [vocab, blocks.row_bytes])
         shape = (vocab, blocks.count, block * bits // 8)
         packed = walk.tensor(reshape["data"], where, shape=shape, dtypes=(UINT8,))
@@ -203,7 +203,7 @@ def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
     x ---------> SimplifiedLayerNormalization = value
     x, skip ---> SkipSimplifiedLayerNormalization = value, and the sum as fourth output
     """
-    call = walk.take(value, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+    call = walk.expect_op(value, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
     where = f"{call.node.label}, scale"
     eps = shortest(call.attributes["epsilon"])
     if not 0 < eps < 1:
@@ -243,7 +243,7 @@ def lone(walk: Walk, norm: Norm) -> str:
 
 def split_into(walk: Walk, value: str, sizes: list[int], output: int) -> str:
     """``value`` is part ``output`` of the last axis, cut into ``sizes``: what is cut."""
-    call = walk.take(value, "Split", output=output)
+    call = walk.expect_op(value, "Split", output=output)
     walk.expect(call, "split", sizes)
     if call.attributes["axis"] != -1 or len(call.node.outputs) != len(sizes):
         raise ArtifactError(
@@ -261,7 +261,7 @@ def split_into(walk: Walk, value: str, sizes: list[int], output: int) -> str:
 
 def cast(walk: Walk, value: str, data_type: int | None) -> str:
     """``value = x`` in another type: x."""
-    call = walk.take(value, "Cast")
+    call = walk.expect_op(value, "Cast")
     if data_type is not None and call.attributes["to"] != data_type:
         raise ArtifactError(
             walk.file,

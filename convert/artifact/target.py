@@ -138,7 +138,7 @@ class _TargetReader:
 
     def _body_type(self, hidden: str) -> None:
         """The type of the final norm's weight is that of the body, quantized or not."""
-        call = self.walk.take(
+        call = self.walk.expect_op(
             hidden, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"
         )
         name = call.inputs.get("gamma") or call.inputs.get("scale") or ""
@@ -153,9 +153,9 @@ class _TargetReader:
         """The final norm's rows, of which the head may read a selection."""
         walk = self.walk
         if walk.op(value) == "Unsqueeze":  # the last row of a dense graph
-            call = walk.take(value, "Unsqueeze")
+            call = walk.expect_op(value, "Unsqueeze")
             walk.expect(call, "axes", [1])
-            last = walk.take(call["data"], "Gather")
+            last = walk.expect_op(call["data"], "Gather")
             walk.expect(last, "indices", -1)
             if axis_of(last, 3) != 1:
                 raise ArtifactError(
@@ -169,7 +169,7 @@ class _TargetReader:
         walk = self.walk
         if walk.op(value) != "Gather" or "logits_indices" not in self.io.inputs:
             return value
-        call = walk.take(value, "Gather")
+        call = walk.expect_op(value, "Gather")
         indices = io_input(walk, self.io, "logits_indices", 6, ("rows",))
         walk.same(f"{call.node.label}, indices", call["indices"], indices)
         if axis_of(call, 2) != 0:
@@ -233,7 +233,7 @@ class _TargetReader:
             return ()
         walk, name = self.walk, self.io.outputs["aux_hidden_states"]
         walk.output(name, "the auxiliary states", None)
-        call = walk.take(name, "Concat")
+        call = walk.expect_op(name, "Concat")
         if axis_of(call, len(self.io.rows) + 1) != len(self.io.rows):
             raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], -1)
         entering = {layer.input_norm.sum: i for i, layer in enumerate(layers) if i > 0}

@@ -67,7 +67,7 @@ class Walk:
         produced = self.graph.producers.get(value)
         return produced[0].op if produced else ""
 
-    def take(self, value: str, *ops: str, output: int = 0) -> Call:
+    def expect_op(self, value: str, *ops: str, output: int = 0) -> Call:
         """The call that computes ``value`` as its output ``output``.
 
         Args:
