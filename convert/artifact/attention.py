@@ -271,12 +271,12 @@ def _projections(
     if walk.op(parts[1]) == "Split":
         cut = [split_into(walk, value, sizes, i) for i, value in enumerate(parts)]
         for other in cut[1:]:
-            walk.same(f"{label}, queries, keys and values", other, cut[0])
+            walk.expect_same(f"{label}, queries, keys and values", other, cut[0])
         source, qkv = linear(walk, cut[0], width, sum(sizes))
         return source, [qkv]
     pairs = [linear(walk, value, width, n) for value, n in zip(parts, sizes, strict=True)]
     for other, _ in pairs[1:]:
-        walk.same(f"{label}, queries, keys and values", other, pairs[0][0])
+        walk.expect_same(f"{label}, queries, keys and values", other, pairs[0][0])
     return pairs[0][0], [matrix for _, matrix in pairs]
 
 
@@ -335,7 +335,9 @@ def _rotation(
     if narrowed:
         source = cast(walk, source, FLOAT)
     rows = (3, *io.rows) if sections else io.rows
-    walk.same(f"{label}, position_ids", positions, io_input(walk, io, "position_ids", INT64, rows))
+    walk.expect_same(
+        f"{label}, position_ids", positions, io_input(walk, io, "position_ids", INT64, rows)
+    )
     _check_rotation(walk, call, tables, heads, head_dim)
     # Text positions are equal in all sections, so only their sum matters.
     if sections and sum(a["mrope_section"]) * 2 != tables.rotary_dim:
@@ -405,7 +407,7 @@ def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int)
         outer = walk.expect_op(whole, "Reshape")
         walk.expect(outer, "shape", [*io.kept, heads, 2 * head_dim])
         sources.append(outer["data"])
-    walk.same("the gate", sources[1], sources[0])
+    walk.expect_same("the gate", sources[1], sources[0])
     return sources[0]
 
 
@@ -435,7 +437,7 @@ def _attention_state(
         if name_role not in io.inputs:
             raise ArtifactError(walk.file, label, f"no inputs.{name_role}", "a name")
         name = io.inputs.layer(name_role, layer)
-        walk.same(f"{label}, {role}", call[role], name)
+        walk.expect_same(f"{label}, {role}", call[role], name)
         walk.input(name, f"the cache of layer {layer}", walk.dtype, shape)
     names = [call.node.outputs[0]]
     for name_role in ("present_key_names", "present_value_names"):
@@ -467,7 +469,7 @@ def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") ->
         if role == "attention_metadata" and not call[role]:
             continue
         name = io_input(walk, io, name_role, INT32, shape)
-        walk.same(f"{label}, {role}", call[role], name)
+        walk.expect_same(f"{label}, {role}", call[role], name)
 
 
 def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
@@ -483,8 +485,8 @@ def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
     walk.expect(total, "axes", [1])
     if total.attributes["keepdims"]:
         raise ArtifactError(walk.file, f"{total.node.label}, keepdims", 1, 0)
-    walk.same(f"{total.node.label}, data", total["data"], mask)
+    walk.expect_same(f"{total.node.label}, data", total["data"], mask)
     width = walk.expect_op(cast(walk, call["total_sequence_length"], INT32), "Gather")
     walk.expect(width, "indices", 1)
     shape = walk.expect_op(width["data"], "Shape")
-    walk.same(f"{shape.node.label}, data", shape["data"], mask)
+    walk.expect_same(f"{shape.node.label}, data", shape["data"], mask)

@@ -157,7 +157,7 @@ class BlockReader:
         chosen = cast(walk, name, INT32)
         shaped = walk.expect_op(chosen, "Reshape")
         walk.expect(shaped, "shape", [-1, n, c])
-        walk.same("the candidates", shaped["data"], best.output(1))
+        walk.expect_same("the candidates", shaped["data"], best.output(1))
         walk.expect_op(shaped["data"], "TopK", output=1)
         return chosen, logits
 
@@ -190,15 +190,15 @@ class BlockReader:
         ids = self.slice(lone["data"], 0, 1, 1)
         blocks = walk.expect_op(ids, "Reshape")
         walk.expect(blocks, "shape", [-1, self.block])
-        walk.same(f"{blocks.node.label}, data", blocks["data"], self.ids())
+        walk.expect_same(f"{blocks.node.label}, data", blocks["data"], self.ids())
         tail = self.slice(joined["1"], 0, self.drafts - 1, 1)
-        walk.same(f"{joined.node.label}, the earlier candidates", tail, candidates)
+        walk.expect_same(f"{joined.node.label}, the earlier candidates", tail, candidates)
 
     def codebook(self, value: str, indices: str) -> Piece:
         """``value = book[indices]``: the book [V, R]."""
         walk = self.walk
         call = walk.expect_op(value, "Gather")
-        walk.same(f"{call.node.label}, indices", call["indices"], indices)
+        walk.expect_same(f"{call.node.label}, indices", call["indices"], indices)
         if axis_of(call, 2) != 0:
             raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], 0)
         where = f"{call.node.label}, table"
@@ -252,7 +252,7 @@ class BlockReader:
         rows, fc = linear(walk, lone(walk, norm), None, self.width)
         aux = cast(walk, rows, walk.dtype)
         name = self.io.inputs["aux_hidden_states"]
-        walk.same("the rows of fc", aux, name)
+        walk.expect_same("the rows of fc", aux, name)
         value_type = walk.graph.inputs[name].data_type if name in walk.graph.inputs else FLOAT
         walk.input(name, "the auxiliary states", None, ("rows", fc.shape[1]))
         recipes: Recipes = {
@@ -331,7 +331,7 @@ class BlockReader:
         for role, kind in (("key_cache", "key"), ("value_cache", "value")):
             past = self.io.inputs.layer(f"past_{kind}_names", layer)
             present = self.io.outputs.layer(f"present_{kind}_names", layer)
-            walk.same(f"{label}, {role}", call[role], past)
+            walk.expect_same(f"{label}, {role}", call[role], past)
             shape = ("pages", None, kv_heads, head_dim)
             walk.input(past, f"the cache of layer {layer}", walk.dtype, shape)
             declared = walk.graph.inputs[past].shape
@@ -351,7 +351,7 @@ class BlockReader:
     def _rows_by(self, gather: Call, role: str, shape: tuple[str, ...]) -> None:
         walk = self.walk
         indices = io_input(walk, self.io, role, INT32, shape)
-        walk.same(f"{gather.node.label}, indices", gather["indices"], indices)
+        walk.expect_same(f"{gather.node.label}, indices", gather["indices"], indices)
         if axis_of(gather, 2) != 0:
             raise ArtifactError(
                 walk.file, f"{gather.node.label}, axis", gather.attributes["axis"], 0
@@ -385,10 +385,10 @@ class BlockReader:
                     f"{again.tensors[0].name} for context rows",
                     f"{matrix.tensors[0].name}, as for block rows",
                 )
-            walk.same(f"{label}, {role} of block rows", block_rows, block)
+            walk.expect_same(f"{label}, {role} of block rows", block_rows, block)
             sources.append(context_rows)
             matrices.append(matrix)
-        walk.same(f"{label}, context rows", sources[1], sources[0])
+        walk.expect_same(f"{label}, context rows", sources[1], sources[0])
         recipes: Recipes = {
             ("q", "weight"): Recipe.rows([q]),
             ("kv", "weight"): Recipe.rows(matrices),
@@ -437,12 +437,12 @@ class BlockReader:
         feed = mlp(walk, value, self.width)
         normed, mlp_prepare = self.convolved(feed.source)
         post = rms_norm(walk, normed, self.width)
-        walk.same("the residual stream", after.source, post.sum)
+        walk.expect_same("the residual stream", after.source, post.sum)
         value, attention_finish = self.convolved(post.skip)
         attended = self.attention(value, layer)
         normed, attention_prepare = self.convolved(attended.block)
         before = rms_norm(walk, normed, self.width)
-        walk.same("the residual stream", post.source, before.sum)
+        walk.expect_same("the residual stream", post.source, before.sum)
         recipes: Recipes = {
             ("input_norm", "weight"): before.recipe,
             ("post_norm", "weight"): post.recipe,

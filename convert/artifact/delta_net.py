@@ -47,7 +47,7 @@ def delta_net(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
     for name, gate in (("b", rule.b), ("a", rule.a)):
         products[name], gates[name] = linear(walk, gate, width, value_heads)
     for name, other in products.items():
-        walk.same(f"{gated.node.label}, {name}", other, source)
+        walk.expect_same(f"{gated.node.label}, {name}", other, source)
 
     config = DeltaNetConfig(
         key_heads=rule.key_heads,
@@ -128,7 +128,7 @@ def _paged_rule(
         walk, label, (q["data"], k["data"], v["data"]), key_heads * key_dim, value_heads * value_dim
     )
     cumulative = io_input(walk, io, "cumulative_sequence_lengths", INT32, ("batch + 1",))
-    walk.same(f"{label}, cu_seqlens", call["cu_seqlens"], cumulative)
+    walk.expect_same(f"{label}, cu_seqlens", call["cu_seqlens"], cumulative)
 
     def gate(role: str) -> str:
         inner = call[role]
@@ -221,7 +221,7 @@ def _split_qkv(
     sizes = [key_rows, key_rows, value_rows]
     cut = [split_into(walk, value, sizes, i) for i, value in enumerate(parts)]
     for other in cut[1:]:
-        walk.same(f"{label}, queries, keys and values", other, cut[0])
+        walk.expect_same(f"{label}, queries, keys and values", other, cut[0])
     return cut[0]
 
 
@@ -268,7 +268,7 @@ def _convolution(
         source = turned["data"]
     else:
         cumulative = io_input(walk, io, "cumulative_sequence_lengths", INT32, ("batch + 1",))
-        walk.same(f"{label}, cu_seqlens", call["cu_seqlens"], cumulative)
+        walk.expect_same(f"{label}, cu_seqlens", call["cu_seqlens"], cumulative)
         capacity = call.attributes["state_update_capacity"]
         if capacity != rule.capacity:
             raise ArtifactError(
@@ -298,7 +298,7 @@ def _state(
     if past_role not in io.inputs:
         raise ArtifactError(walk.file, call.node.label, f"no inputs.{past_role}", "a name")
     past = io.inputs.layer(past_role, layer)
-    walk.same(f"{call.node.label}, {role}", call[role], past)
+    walk.expect_same(f"{call.node.label}, {role}", call[role], past)
     walk.input(past, f"the {kind} state of layer {layer}", data_type, shape)
     present = _layer_output(walk, io, present_role, layer)
     return walk.output(present, f"the {kind} state of layer {layer}", data_type, shape)
@@ -323,6 +323,6 @@ def _capture(walk: Walk, call: Call, io: Io, capacity: int, roles: tuple[str, ..
                 raise ArtifactError(walk.file, f"{call.node.label}, {role}", "an input", "none")
             continue
         name_role, shape = _CAPTURE[role]
-        walk.same(
+        walk.expect_same(
             f"{call.node.label}, {role}", call[role], io_input(walk, io, name_role, INT32, shape)
         )

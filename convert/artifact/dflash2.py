@@ -51,7 +51,7 @@ def plan_dflash2(
     shaped = walk.expect_op(weighted["b"], "Reshape")
     walk.expect(shaped, "shape", [-1, reader.drafts, 1, rank])
     features, projection = linear(walk, shaped["data"], reader.width, rank, quantized=False)
-    walk.same("the rows that are projected", features, rows)
+    walk.expect_same("the rows that are projected", features, rows)
     final = rms_norm(walk, reader.mask_rows(rows), reader.width)
     extra: Recipes = {
         ("hidden_projection", "weight"): Recipe.rows([projection]),
@@ -108,7 +108,7 @@ class _DFlash2Reader(BlockReader):
         for tap, value_of in enumerate(terms):
             rows, base, delta = self._term(value_of, tap)
             source = source or rows
-            walk.same(f"{outer.node.label}, tap {tap}", rows, source)
+            walk.expect_same(f"{outer.node.label}, tap {tap}", rows, source)
             bases.append(base)
             deltas.append(delta)
         return source, _Side(source, tuple(bases), tuple(deltas), outer)
@@ -119,7 +119,7 @@ class _DFlash2Reader(BlockReader):
         if tap:
             masked = walk.expect_op(value, "Mul")
             self._mask = self._mask or masked["b"]
-            walk.same(f"{masked.node.label}, mask", masked["b"], self._mask)
+            walk.expect_same(f"{masked.node.label}, mask", masked["b"], self._mask)
             value = masked["a"]
         product = walk.expect_op(value, "Mul")
         coefficient = walk.expect_op(product["b"], "Reshape")
@@ -141,7 +141,7 @@ class _DFlash2Reader(BlockReader):
                 raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on axis 0")
             rows = self.slice(joined["1"], 0, -tap, 0)
             front = self.slice(joined["0"], 0, tap, 0)
-            walk.same(f"{joined.node.label}, front", front, rows)
+            walk.expect_same(f"{joined.node.label}, front", front, rows)
         return rows, base, added["b"]
 
     def convolution(
@@ -176,11 +176,11 @@ class _DFlash2Reader(BlockReader):
                     walk.file, split.node.label, "another cut", f"{cuts} equal parts of axis 1"
                 )
             shaped = shaped or split["data"]
-            walk.same(f"{split.node.label}, data", split["data"], shaped)
+            walk.expect_same(f"{split.node.label}, data", split["data"], shaped)
         whole = walk.expect_op(shaped, "Reshape")
         walk.expect(whole, "shape", [-1, cuts, groups])
         source, projection = linear(walk, whole["data"], self.width, cuts * groups, quantized=False)
-        walk.same(f"{whole.node.label}, the projected rows", source, prepare.source)
+        walk.expect_same(f"{whole.node.label}, the projected rows", source, prepare.source)
         recipes: Recipes = {
             (name, "projection", "weight"): Recipe.rows([projection]),
             (name, "base"): Recipe.stack(
@@ -209,7 +209,7 @@ class _DFlash2Reader(BlockReader):
         rows = walk.expect_op(count["limit"], "Gather")
         walk.expect(rows, "indices", 0)
         shape = walk.expect_op(rows["data"], "Shape")
-        walk.same(f"{shape.node.label}, data", shape["data"], embedded)
+        walk.expect_same(f"{shape.node.label}, data", shape["data"], embedded)
 
 
 def _refuse_taps(file: str, call: Call, taps: int) -> None:

@@ -43,8 +43,8 @@ def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
     shared = mlp(walk, call["y"], width)
     gate = walk.expect_op(call["gate"], "Sigmoid")
     source, weight = linear(walk, gate["x"], width, 1)
-    walk.same(f"{call.node.label}, the shared expert", shared.source, routed.source)
-    walk.same(f"{call.node.label}, the gate", source, routed.source)
+    walk.expect_same(f"{call.node.label}, the shared expert", shared.source, routed.source)
+    walk.expect_same(f"{call.node.label}, the gate", source, routed.source)
     assert isinstance(routed.config, MoeConfig) and isinstance(shared.config, MlpConfig)
     config = dataclasses.replace(routed.config, shared_hidden=shared.config.hidden)
     recipes = {
@@ -70,17 +70,17 @@ def mlp(walk: Walk, value: str, width: int) -> FeedForward:
     call = walk.expect_op(product, "Mul")
     silu = walk.expect_op(call["a"], "Mul")
     sigmoid = walk.expect_op(silu["b"], "Sigmoid")
-    walk.same(f"{sigmoid.node.label}, input", sigmoid["x"], silu["a"])
+    walk.expect_same(f"{sigmoid.node.label}, input", sigmoid["x"], silu["a"])
     gate, up = silu["a"], call["b"]
     if walk.op(gate) == "Split":
         split = split_into(walk, gate, [hidden, hidden], 0)
-        walk.same(f"{call.node.label}, up", split_into(walk, up, [hidden, hidden], 1), split)
+        walk.expect_same(f"{call.node.label}, up", split_into(walk, up, [hidden, hidden], 1), split)
         source, both = linear(walk, split, width, 2 * hidden)
         recipe = Recipe.rows([both])
     else:
         source, gate_weight = linear(walk, gate, width, hidden)
         other, up_weight = linear(walk, up, width, hidden)
-        walk.same(f"{call.node.label}, up", other, source)
+        walk.expect_same(f"{call.node.label}, up", other, source)
         recipe = Recipe.rows([gate_weight, up_weight])
     recipes: Recipes = {
         ("gate_up", "weight"): recipe,
@@ -102,7 +102,7 @@ def _experts(walk: Walk, value: str, width: int) -> FeedForward:
     router_source, router = linear(walk, reshape["data"], width, None)
     experts = router.shape[0]
     walk.expect(reshape, "shape", [-1, experts])
-    walk.same(f"{label}, the router", router_source, source)
+    walk.expect_same(f"{label}, the router", router_source, source)
     if not 1 <= call.attributes["k"] <= experts:
         raise ArtifactError(walk.file, f"{label}, k", call.attributes["k"], f"1..{experts}")
     if call.node.op == "MoE":

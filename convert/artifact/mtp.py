@@ -84,14 +84,14 @@ def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
     out = io.outputs["hidden_states"]
     walk.output(out, "the hidden rows", walk.dtype, (*io.rows, width))
     if out != rows:
-        walk.same("output hidden_states", walk.expect_op(out, "Identity")["x"], rows)
+        walk.expect_same("output hidden_states", walk.expect_op(out, "Identity")["x"], rows)
 
     feed = feed_forward(walk, final.skip, io, width)
     post = rms_norm(walk, feed.source, width)
-    walk.same("the residual stream", final.source, post.sum)
+    walk.expect_same("the residual stream", final.source, post.sum)
     mixer = attention(walk, post.skip, io, 0, width)
     before = rms_norm(walk, mixer.source, width)
-    walk.same("the residual stream", post.source, before.sum)
+    walk.expect_same("the residual stream", post.source, before.sum)
     pair, fc = linear(walk, lone(walk, before), 2 * width, width)
     joined = walk.expect_op(pair, "Concat")
     if axis_of(joined, len(io.rows) + 1) != len(io.rows) or len(joined.inputs) != 2:
@@ -99,7 +99,7 @@ def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
     embedding_norm = rms_norm(walk, joined["0"], width)
     hidden_norm = rms_norm(walk, joined["1"], width)
     hidden = io_input(walk, io, "hidden_states", external or FLOAT, (*io.rows, width))
-    walk.same("the rows of hidden_norm", lone(walk, hidden_norm), hidden)
+    walk.expect_same("the rows of hidden_norm", lone(walk, hidden_norm), hidden)
     ids = io_input(walk, io, "input_ids", INT64, io.rows)
     table = embedding(walk, lone(walk, embedding_norm), ids, vocab, width)
     walk.finish()

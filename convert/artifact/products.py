@@ -125,7 +125,7 @@ def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matri
         walk.expect(call, "axes", [-1])
         value = call["data"]
     call = walk.expect_op(value, "Gather", "GatherBlockQuantized")
-    walk.same(f"{call.node.label}, indices", call["indices"], ids)
+    walk.expect_same(f"{call.node.label}, indices", call["indices"], ids)
     if call.node.op == "GatherBlockQuantized":
         return _gather_quantized(walk, call, vocab, width)
     if axis_of(call, 2) != 0:

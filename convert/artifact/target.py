@@ -171,7 +171,7 @@ class _TargetReader:
             return value
         call = walk.expect_op(value, "Gather")
         indices = io_input(walk, self.io, "logits_indices", 6, ("rows",))
-        walk.same(f"{call.node.label}, indices", call["indices"], indices)
+        walk.expect_same(f"{call.node.label}, indices", call["indices"], indices)
         if axis_of(call, 2) != 0:
             raise ArtifactError(walk.file, f"{call.node.label}, axis", call.attributes["axis"], 0)
         return call["data"]
@@ -187,7 +187,7 @@ class _TargetReader:
             return
         name = self.io.outputs["hidden_states"]
         self.walk.output(name, "the hidden rows", self.walk.dtype, (*self.io.rows, self.width))
-        self.walk.same("output hidden_states", hidden, name)
+        self.walk.expect_same("output hidden_states", hidden, name)
 
     def _layers(self, final: Norm) -> tuple[list[_Layer], str]:
         """All layers, and the value that enters the first."""
@@ -221,7 +221,7 @@ class _TargetReader:
 
     def _residual(self, value: str, norm: Norm) -> None:
         """The residual stream goes on from the sum that ``norm`` normalised."""
-        self.walk.same("the residual stream", value, norm.sum)
+        self.walk.expect_same("the residual stream", value, norm.sum)
 
     def _is_delta_net(self, delta: str) -> bool:
         produced = self.walk.graph.producers.get(delta)

@@ -158,7 +158,7 @@ class Walk:
             if name in self.graph.outputs:
                 self._outputs.add(name)
 
-    def same(self, where: str, found: str, expected: str) -> None:
+    def expect_same(self, where: str, found: str, expected: str) -> None:
         """Two values that must be one."""
         if found != expected:
             raise ArtifactError(self.file, where, f"{found!r} as input", f"{expected!r}")
