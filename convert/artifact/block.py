@@ -28,8 +28,8 @@ from convert.artifact.products import (
     embedding,
     io_input,
     linear,
-    lone,
     rms_norm,
+    unskipped,
 )
 from convert.artifact.quantized import Quantized
 from convert.artifact.walk import Call, Walk, axis_of
@@ -249,7 +249,7 @@ class BlockReader:
         """
         walk = self.walk
         norm = rms_norm(walk, value, self.width)
-        rows, fc = linear(walk, lone(walk, norm), None, self.width)
+        rows, fc = linear(walk, unskipped(walk, norm), None, self.width)
         aux = cast(walk, rows, walk.dtype)
         name = self.io.inputs["aux_hidden_states"]
         walk.expect_same("the rows of fc", aux, name)
@@ -419,7 +419,7 @@ class BlockReader:
         for layer in reversed(range(self.section.layers)):
             found.append(self.layer(layer, norm))
             norm = found[-1].input_norm
-        return found[::-1], lone(self.walk, norm)
+        return found[::-1], unskipped(self.walk, norm)
 
     def layer(self, layer: int, after: Norm) -> LayerPlan:
         """One layer: ``after`` is the norm that follows it.

@@ -17,8 +17,8 @@ from convert.artifact.products import (
     embedding,
     io_input,
     linear,
-    lone,
     rms_norm,
+    unskipped,
 )
 from convert.artifact.walk import Walk, axis_of
 from convert.errors import ArtifactError, Problems
@@ -92,16 +92,16 @@ def _walk(walk: Walk, io: Io, config: ArtifactConfig) -> _Head:
     mixer = attention(walk, post.skip, io, 0, width)
     before = rms_norm(walk, mixer.source, width)
     walk.expect_same("the residual stream", post.source, before.sum)
-    pair, fc = linear(walk, lone(walk, before), 2 * width, width)
+    pair, fc = linear(walk, unskipped(walk, before), 2 * width, width)
     joined = walk.expect_op(pair, "Concat")
     if axis_of(joined, len(io.rows) + 1) != len(io.rows) or len(joined.inputs) != 2:
         raise ArtifactError(walk.file, joined.node.label, "another axis", "two, on the last axis")
     embedding_norm = rms_norm(walk, joined["0"], width)
     hidden_norm = rms_norm(walk, joined["1"], width)
     hidden = io_input(walk, io, "hidden_states", external or FLOAT, (*io.rows, width))
-    walk.expect_same("the rows of hidden_norm", lone(walk, hidden_norm), hidden)
+    walk.expect_same("the rows of hidden_norm", unskipped(walk, hidden_norm), hidden)
     ids = io_input(walk, io, "input_ids", INT64, io.rows)
-    table = embedding(walk, lone(walk, embedding_norm), ids, vocab, width)
+    table = embedding(walk, unskipped(walk, embedding_norm), ids, vocab, width)
     walk.finish()
     return _Head(table, embedding_norm, hidden_norm, fc, before, mixer, post, feed, final, head)
 

@@ -229,7 +229,7 @@ def agree(walk: Walk, what: str, values: Sequence[T]) -> T:
     return values[0]
 
 
-def lone(walk: Walk, norm: Norm) -> str:
+def unskipped(walk: Walk, norm: Norm) -> str:
     """The input of a norm to which nothing was added."""
     if norm.skip:
         raise ArtifactError(

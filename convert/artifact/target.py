@@ -38,8 +38,8 @@ from convert.artifact.products import (
     embedding,
     io_input,
     linear,
-    lone,
     rms_norm,
+    unskipped,
 )
 from convert.artifact.quantized import Quantized
 from convert.artifact.walk import Walk, axis_of
@@ -198,7 +198,7 @@ class _TargetReader:
         for layer in reversed(range(count)):
             layers.append(self._layer(layer, norm, last=layer == count - 1))
             norm = layers[-1].input_norm
-        return layers[::-1], lone(self.walk, norm)
+        return layers[::-1], unskipped(self.walk, norm)
 
     def _layer(self, layer: int, after: Norm, *, last: bool) -> _Layer:
         walk = self.walk
