@@ -23,7 +23,7 @@ from convert.artifact.graph import Graph
 from convert.artifact.products import (
     Io,
     Norm,
-    agree,
+    all_equal,
     cast,
     embedding,
     io_input,
@@ -484,11 +484,11 @@ class BlockReader:
         table, scale = self.embedded(embedded)
         self.at_entry(embedded)
         attended = [layer.attended for layer in layers]
-        context = agree(walk, "context rows", [a.context for a in attended])
+        context = all_equal(walk, "context rows", [a.context for a in attended])
         recipes, aux_width, aux_type = self.context(context)
         walk.finish()
 
-        tables = agree(walk, "rotary tables", [a.tables for a in attended])
+        tables = all_equal(walk, "rotary tables", [a.tables for a in attended])
         eps = [final.eps, *(e for layer in layers for e in layer.eps)]
         assert section.kind != "mtp"
         config = BlockDrafterConfig(
@@ -497,9 +497,9 @@ class BlockReader:
             width=self.width,
             aux_width=aux_width,
             layers=len(layers),
-            attention=agree(walk, "attention shapes", [a.config for a in attended]),
-            mlp_hidden=agree(walk, "feed-forward shapes", [layer.hidden for layer in layers]),
-            norm_eps=agree(walk, "norm epsilons", eps),
+            attention=all_equal(walk, "attention shapes", [a.config for a in attended]),
+            mlp_hidden=all_equal(walk, "feed-forward shapes", [layer.hidden for layer in layers]),
+            norm_eps=all_equal(walk, "norm epsilons", eps),
             block_size=self.block,
             draft_tokens=self.drafts,
             candidates=self.candidates,
@@ -507,7 +507,7 @@ class BlockReader:
             mask_token=section.mask_token,
             context_length=tables.positions,
             embedding_scale=scale,
-            conv=agree(walk, "convolutions", [c for layer in layers for c in layer.convs]),
+            conv=all_equal(walk, "convolutions", [c for layer in layers for c in layer.convs]),
         )
         self._compare(config, attended[0].page_size)
         recipes |= {("norm", "weight"): final.recipe, **tables.recipes, **extra}

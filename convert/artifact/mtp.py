@@ -12,7 +12,7 @@ from convert.artifact.graph import Graph
 from convert.artifact.products import (
     Io,
     Norm,
-    agree,
+    all_equal,
     cast,
     embedding,
     io_input,
@@ -115,7 +115,7 @@ def _plan(
 ) -> DrafterPlan:
     """The module's description and recipes; the section agrees with the graph."""
     mixer, tables = found.mixer, found.mixer.tables
-    eps = agree(walk, "norm epsilons", [norm.eps for norm in found.norms])
+    eps = all_equal(walk, "norm epsilons", [norm.eps for norm in found.norms])
     if tables is None:
         raise ArtifactError(walk.file, "layer 0", "no rotation", "rotary tables")
     assert isinstance(mixer.config, AttentionConfig) and walk.dtype is not None

@@ -219,7 +219,7 @@ def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
     return Norm(call["input"], call["skip"], total, weight, eps)
 
 
-def agree(walk: Walk, what: str, values: Sequence[T]) -> T:
+def all_equal(walk: Walk, what: str, values: Sequence[T]) -> T:
     """The one value that all layers have; the module has one description for all of them."""
     for i, value in enumerate(values):
         if value != values[0]:

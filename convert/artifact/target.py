@@ -33,7 +33,7 @@ from convert.artifact.graph import Graph
 from convert.artifact.products import (
     Io,
     Norm,
-    agree,
+    all_equal,
     cast,
     embedding,
     io_input,
@@ -259,9 +259,9 @@ class _TargetReader:
         walk = self.walk
         tied = self._tied(table, head)
         used = [layer.mixer.tables for layer in layers if layer.mixer.tables]
-        tables = agree(walk, "rotary tables", used) if used else None
+        tables = all_equal(walk, "rotary tables", used) if used else None
         shapes = {
-            kind: agree(walk, f"shapes of {kind} layers", [x.mixer.config for x in found])
+            kind: all_equal(walk, f"shapes of {kind} layers", [x.mixer.config for x in found])
             for kind in dict.fromkeys(layer.kind for layer in layers)
             if (found := [layer for layer in layers if layer.kind == kind])
         }
@@ -277,8 +277,8 @@ class _TargetReader:
             attention=full,
             sliding=sliding,
             delta_net=delta,
-            mlp=agree(walk, "feed-forward shapes", [layer.feed.config for layer in layers]),
-            norm_eps=agree(walk, "norm epsilons", eps),
+            mlp=all_equal(walk, "feed-forward shapes", [layer.feed.config for layer in layers]),
+            norm_eps=all_equal(walk, "norm epsilons", eps),
             tied=tied,
             context_length=tables.positions if tables else self.config.context_length,
             taps=taps,

@@ -152,8 +152,8 @@ class _Block:
         top.only("attention_bias", False)
         top.only("mlp_bias", False)
         top.only("is_causal", False)
-        self._agree("hidden_size", target.width)
-        self._agree("vocab_size", target.vocab_size)
+        self._check_equal("hidden_size", target.width)
+        self._check_equal("vocab_size", target.vocab_size)
         layers = top.integer("num_hidden_layers", high=4096)
         eps = top.number("rms_norm_eps")
         taps = self._taps()
@@ -190,7 +190,7 @@ class _Block:
             return None
         return self.top.integer("draft_vocab_size", candidates, self.target.vocab_size)
 
-    def _agree(self, key: str, expected: int) -> None:
+    def _check_equal(self, key: str, expected: int) -> None:
         if self.top.integer(key) != expected:
             self.problems.append(self.top.fail(key, f"{expected}, the target's"))
 
