@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft import templates
 from jaxdraft.base import Drafter
-from jaxdraft.checkpoint import config as words
+from jaxdraft.checkpoint import config as config_json
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
 from jaxdraft.checkpoint.forms import (
     INT4_GROUP,
@@ -254,13 +254,13 @@ class _Plan:
 
     def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Part:
         config, found = self.target.config, _parameters(self.target.decoder.params)
-        family = words.family_of(config)
+        family = config_json.family_of(config)
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
         if bits and isinstance(config.mlp, MoeConfig):
             raise ValueError("int4 is asked for, and there are experts; expected a dense target")
         rope = self._rope(TARGET, found)
         stored = self._stored(self.target.dtype)
-        body = words.target_json(
+        body = config_json.target_json(
             config,
             family,
             rope,
@@ -275,10 +275,10 @@ class _Plan:
             _check_tables("mtp", head, rope)
             tensors += self._tensors(TARGET, mtp_layout(mtp.config), head, bits)
         if family.composite:
-            for name, shape in words.vision_tower(config).items():
+            for name, shape in config_json.vision_tower(config).items():
                 zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
                 tensors.append(Tensor(name, shape, stored, zeros))
-        generation = words.generation_json(stop_ids)
+        generation = config_json.generation_json(stop_ids)
         json = {"config.json": body, "generation_config.json": generation}
         return _Part(json, tuple(tensors))
 
@@ -286,7 +286,7 @@ class _Plan:
         config, found = drafter.config, _parameters(drafter.backbone.params)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
-        body = words.block_json(
+        body = config_json.block_json(
             config,
             self.target.config.taps,
             rope,
