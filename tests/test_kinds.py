@@ -50,8 +50,8 @@ def test_the_layout_has_every_parameter_in_its_shape(kind: str) -> None:
     rotary = {("rotary", "cos"), ("rotary", "sin")}
     assert {entry.path for entry in layout} == set(found) - rotary
     for entry in layout:
-        assert sum(part.size for part in entry.parts) == found[entry.path].size, entry.path
-    names = {part.name for entry in layout for part in entry.parts}
+        assert sum(part.size for part in entry.tensors) == found[entry.path].size, entry.path
+    names = {part.name for entry in layout for part in entry.tensors}
     own = block_of(kind)
     assert {p.name for p in own.pairs} == {n for n in names if n.startswith(own.head)}
 

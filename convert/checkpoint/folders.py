@@ -68,7 +68,7 @@ class PartFolder:
 
     def stored(self, requested: DTypeLike | None, said: str | None) -> jnp.dtype:
         """What was asked for, what the configuration says, or what the first tensor is."""
-        names = (part.name for e in self.layout for part in e.parts)
+        names = (part.name for e in self.layout for part in e.tensors)
         types = (self.tensors[name].data_type for name in names if name in self.tensors)
         first = FLOATS[next(each for each in types if each in FLOATS)]
         return jnp.dtype(requested if requested is not None else said or first)

@@ -21,7 +21,7 @@ from jaxdraft.checkpoint.forms import Form, from_int4, from_int8, unpack_int4
 from jaxdraft.checkpoint.layout import (
     ROTARY,
     Entry,
-    Part,
+    StoredTensor,
     is_matrix,
     packed_of,
     scales_of,
@@ -62,7 +62,7 @@ def _expected(
     found: dict[str, Expected] = {}
     for entry in layout:
         bits = quantized.bits if quantized is not None and is_matrix(entry) else None
-        for part in entry.parts:
+        for part in entry.tensors:
             name, shape = part.name, part.shape
             packed, scales, sizes = packed_of(name), scales_of(name), shape_of(name)
             int8 = name in tensors and tensors[name].data_type == INT8
@@ -119,7 +119,7 @@ def check_tensors(
             found.report(tensor.file, f"tensor {name}", shape, each.wanted)
         elif tensor.data_type not in each.types:
             _report_type(found, tensor, each.types)
-    for part in (part for entry in layout for part in entry.parts):
+    for part in (part for entry in layout for part in entry.tensors):
         sizes = shape_of(part.name)
         if sizes in expected and sizes in tensors and tensors[sizes].shape == (2,):
             said = tuple(tensors[sizes].read().tolist())
@@ -211,7 +211,7 @@ class Packed:
         convert_into(out, from_int4(values, self.scales.read()))
 
 
-def _piece(part: Part, form: Form, tensors: Tensors) -> Piece:
+def _piece(part: StoredTensor, form: Form, tensors: Tensors) -> Piece:
     name = part.name
     if name not in tensors:
         packed, scales, sizes = (of(name) for of in (packed_of, scales_of, shape_of))
@@ -244,7 +244,7 @@ def make_shell(
             zeros = functools.partial(np.zeros, shape, np.float32)
             recipes[entry.path] = Recipe.of(Made(shape, zeros))
         else:
-            pieces = [_piece(part, entry.form, tensors) for part in entry.parts]
+            pieces = [_piece(part, entry.form, tensors) for part in entry.tensors]
             recipes[entry.path] = Recipe.stack(shape, pieces)
     for i, path in enumerate(ROTARY):
         table = functools.partial(lambda i: tables()[i], i)

@@ -46,7 +46,7 @@ ROTARY: tuple[Path, Path] = (("rotary", "cos"), ("rotary", "sin"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StoredTensor:
     """A stored tensor."""
 
     name: str
@@ -64,13 +64,13 @@ class Entry:
 
     Attributes:
       path: of the parameter.
-      parts: the tensors.
+      tensors: the tensors.
       form: how its values are stored.
       reshaped: shape of the parameter, where it is not that of the tensors one below the other.
     """
 
     path: Path
-    parts: tuple[Part, ...]
+    tensors: tuple[StoredTensor, ...]
     form: Form = Form.PLAIN
     reshaped: tuple[int, ...] | None = None
 
@@ -79,7 +79,7 @@ class Entry:
         """Of the parameter; of one that is stored at all."""
         if self.reshaped is not None:
             return self.reshaped
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,13 +256,15 @@ def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:
 
 
 def _one(path: Path, name: str, *shape: int, form: Form = Form.PLAIN) -> Entry:
-    return Entry(path, (Part(name, shape),), form)
+    return Entry(path, (StoredTensor(name, shape),), form)
 
 
 def _rows(path: Path, name: str, width: int, **rows: int) -> Entry:
     """Matrices of one width, one below the other."""
-    parts = tuple(Part(f"{name}.{key}.weight", (count, width)) for key, count in rows.items())
-    return Entry(path, parts)
+    tensors = tuple(
+        StoredTensor(f"{name}.{key}.weight", (count, width)) for key, count in rows.items()
+    )
+    return Entry(path, tensors)
 
 
 def _norms(path: Path, name: str, width: int, form: Form) -> list[Entry]:
@@ -300,7 +302,9 @@ def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> lis
     heads, values, channels = config.value_heads, config.value_rows, config.channels
     qkvz = dict(in_proj_qkv=channels, in_proj_z=values)
     taps = config.conv_width
-    conv = Part(f"{name}.conv1d.weight", (channels, 1, taps))  # of one channel each, says torch
+    conv = StoredTensor(
+        f"{name}.conv1d.weight", (channels, 1, taps)
+    )  # of one channel each, says torch
     return [
         _rows((*path, "qkvz", "weight"), name, width, **qkvz),
         _rows((*path, "ba", "weight"), name, width, in_proj_b=heads, in_proj_a=heads),

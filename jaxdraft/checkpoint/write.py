@@ -34,7 +34,7 @@ from jaxdraft.checkpoint.layout import (
     ROTARY,
     TARGET,
     Entry,
-    Part,
+    StoredTensor,
     block_layout,
     is_matrix,
     mtp_layout,
@@ -78,7 +78,7 @@ class Saved:
       folder: holds ``target`` and a folder for each block drafter.
       parts: the folders in it.
       rounded: tensors that do not give back their parameter bit for bit when they are read in the
-        parameter's own dtype, as "part/tensor", and by how much: all of them, if a narrower dtype
+        parameter's own dtype, as "folder/tensor", and by how much: all of them, if a narrower dtype
         was asked for; norm weights below 1/2 and decay scales that ``1 + w`` and ``-exp(A_log)`` do
         not reach. Never one that came from an artifact or a checkpoint in the same dtype.
     """
@@ -124,7 +124,7 @@ def save(
       compute_dtype: what ``config.json`` names: runtimes, and :func:`jaxdraft.load` too, widen or
         round the stored tensors to it unless they are told otherwise. Default: the stored dtype.
       tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
-      rope: rotary embedding of a part ("target", "dflash2", "dspark"). Default: the plain one,
+      rope: rotary embedding of a folder ("target", "dflash2", "dspark"). Default: the plain one,
         whose base is found from the tables.
       stop_ids: tokens that end a sequence. Default: the model's.
       int8: store the matrices of block drafters in eight bits, one scale a row, as
@@ -156,30 +156,30 @@ def save(
         raise ValueError("int8 and int4 are both asked for; expected one of them")
     bits = 4 if int4 else 8 if int8 else None
     rounded: dict[str, float] = {}
-    plan = _Plan(model, drafters, stored, computed, dict(rope or {}), stop_ids, bits, rounded)
+    folders = _Folders(model, drafters, stored, computed, dict(rope or {}), stop_ids, bits, rounded)
     files = _tokenizer_files(model, tokenizer)
     with appearing(folder) as making:
-        for name, part in plan.parts.items():
+        for name, content in folders.contents.items():
             (making / name).mkdir()
-            for file, body in part.json.items():
+            for file, body in content.json.items():
                 write_json(making / name / file, body)
-            write_tensors(making / name, part.tensors, max_shard_bytes)
+            write_tensors(making / name, content.tensors, max_shard_bytes)
         for path in files:
             deeper = templates.FOLDER if path.parent.name == templates.FOLDER else ""
             (making / TARGET / deeper).mkdir(exist_ok=True)
             shutil.copyfile(path, making / TARGET / deeper / path.name)
-    return Saved(folder=folder, parts=tuple(plan.parts), rounded=rounded)
+    return Saved(folder=folder, parts=tuple(folders.contents), rounded=rounded)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Content:
     """A folder to be written."""
 
     json: Mapping[str, Mapping[str, Any]]
     tensors: tuple[Tensor, ...]
 
 
-class _Plan:
+class _Folders:
     """Every folder to be written. All checks are made here; no number is touched."""
 
     def __init__(
@@ -201,7 +201,7 @@ class _Plan:
             stop_ids = model.info.stop_ids if stop_ids is None else stop_ids
         if not isinstance(target, DecoderTarget):
             raise ValueError(f"the target is a {type(target).__name__}; expected a DecoderTarget")
-        if any(isinstance(part, BlockedLinear) for _, part in nnx.iter_modules(target.decoder())):
+        if any(isinstance(inner, BlockedLinear) for _, inner in nnx.iter_modules(target.decoder())):
             raise ValueError(
                 "the target has its matrices in blocks, too: load it without blocked=True"
             )
@@ -211,10 +211,10 @@ class _Plan:
         unknown = sorted(set(ropes) - {TARGET, *chosen})
         if unknown:
             raise ValueError(f"rope is given for {unknown}; expected {[TARGET, *chosen]}")
-        self.parts = {TARGET: self._target(mtp, stop_ids or ())}
+        self.contents = {TARGET: self._target(mtp, stop_ids or ())}
         for kind in blocks():
             if kind in chosen:
-                self.parts[kind] = self._block(chosen[kind])
+                self.contents[kind] = self._block(chosen[kind])
 
     def _choose(self, drafters: Sequence[Drafter]) -> dict[str, Any]:
         """The drafters that have weights, by kind."""
@@ -252,7 +252,7 @@ class _Plan:
             if theirs != ours:
                 raise ValueError(f"{kind}: {field} is {theirs}; expected {ours}, the target's")
 
-    def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Part:
+    def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Content:
         config, found = self.target.config, _parameters(self.target.decoder.params)
         family = config_json.family_of(config)
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
@@ -280,9 +280,9 @@ class _Plan:
                 tensors.append(Tensor(name, shape, stored, zeros))
         generation = config_json.generation_json(stop_ids)
         json = {"config.json": body, "generation_config.json": generation}
-        return _Part(json, tuple(tensors))
+        return _Content(json, tuple(tensors))
 
-    def _block(self, drafter: BlockDrafter) -> _Part:
+    def _block(self, drafter: BlockDrafter) -> _Content:
         config, found = drafter.config, _parameters(drafter.backbone.params)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
@@ -294,35 +294,37 @@ class _Plan:
             bits=self.bits,
         )
         tensors = self._tensors(config.kind, block_layout(config), found, self.bits)
-        return _Part({"config.json": body}, tuple(tensors))
+        return _Content({"config.json": body}, tuple(tensors))
 
     def _stored(self, own: DTypeLike) -> np.dtype:
         """What was asked for, or the array's own dtype."""
         return np.dtype(own) if self.dtype is None else self.dtype
 
-    def _rope(self, part: str, found: Parameters) -> Rope:
-        """What the rotary tables of a part are."""
-        given = self.ropes.get(part)
+    def _rope(self, folder: str, found: Parameters) -> Rope:
+        """What the rotary tables of a folder are."""
+        given = self.ropes.get(folder)
         if given is not None:
-            _check_tables(part, found, given)
+            _check_tables(folder, found, given)
             return given
-        rope = recover(*_tables(part, found))
+        rope = recover(*_tables(folder, found))
         if rope is None:
             raise ValueError(
-                f"{part}: the rotary tables are of no plain base; say what they are: "
-                f"rope={{{part!r}: jaxdraft.checkpoint.Rope(...)}}"
+                f"{folder}: the rotary tables are of no plain base; say what they are: "
+                f"rope={{{folder!r}: jaxdraft.checkpoint.Rope(...)}}"
             )
         return rope
 
     def _tensors(
-        self, part: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
+        self, folder: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
     ) -> Iterator[Tensor]:
         """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
         for path in sorted(found.keys() - {entry.path for entry in layout} - set(ROTARY), key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
-            raise ValueError(f"{part}: parameter {_dotted(path)} has no place in the layout{hint}")
+            raise ValueError(
+                f"{folder}: parameter {_dotted(path)} has no place in the layout{hint}"
+            )
         for entry in layout:
-            label = f"{part}: parameter {_dotted(entry.path)}"
+            label = f"{folder}: parameter {_dotted(entry.path)}"
             leaf = found.get(entry.path)
             if leaf is None:
                 raise ValueError(f"{label} is missing")
@@ -337,81 +339,81 @@ class _Plan:
             if entry.form is Form.OFFSETS:
                 stored = np.dtype(np.int64)
             start = 0
-            for piece in entry.parts:
+            for tensor in entry.tensors:
                 if bits and is_matrix(entry):
                     write = self._in_int8 if bits == 8 else self._in_int4
-                    yield from write(part, leaf, start, piece, stored)
+                    yield from write(folder, leaf, start, tensor, stored)
                 else:
-                    make = self._maker(part, leaf, entry.form, start, piece, stored)
-                    yield Tensor(piece.name, piece.shape, stored, make)
-                start += piece.size
+                    make = self._maker(folder, leaf, entry.form, start, tensor, stored)
+                    yield Tensor(tensor.name, tensor.shape, stored, make)
+                start += tensor.size
 
     def _in_int8(
-        self, part: str, leaf: Any, start: int, piece: Part, dtype: np.dtype
+        self, folder: str, leaf: Any, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Iterator[Tensor]:
         """Two tensors, made together when the first one's turn comes."""
 
         @functools.cache
         def both() -> tuple[np.ndarray, np.ndarray]:
-            wide = _finite(part, leaf, start, piece)
+            wide = _finite(folder, leaf, start, tensor)
             values, scale = to_int8(wide, dtype)
             moved = np.abs(from_int8(values, scale) - wide).max(initial=0)
             if moved:
-                self.rounded[f"{part}/{piece.name}"] = float(moved)
+                self.rounded[f"{folder}/{tensor.name}"] = float(moved)
             return values, scale
 
-        rows = (piece.shape[0], 1)
-        yield Tensor(piece.name, piece.shape, np.dtype(np.int8), lambda: both()[0])
-        yield Tensor(scales_of(piece.name), rows, dtype, lambda: both()[1])
+        rows = (tensor.shape[0], 1)
+        yield Tensor(tensor.name, tensor.shape, np.dtype(np.int8), lambda: both()[0])
+        yield Tensor(scales_of(tensor.name), rows, dtype, lambda: both()[1])
 
     def _in_int4(
-        self, part: str, leaf: Any, start: int, piece: Part, dtype: np.dtype
+        self, folder: str, leaf: Any, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Iterator[Tensor]:
         """Three tensors; scales are bfloat16, whatever ``dtype``."""
-        rows, columns = piece.shape
+        rows, columns = tensor.shape
         if columns % INT4_GROUP:
             raise ValueError(
-                f"{part}: tensor {piece.name} has rows of {columns}; four bits need a multiple of "
-                f"{INT4_GROUP}"
+                f"{folder}: tensor {tensor.name} has rows of {columns}; four bits need a multiple "
+                f"of {INT4_GROUP}"
             )
 
         @functools.cache
         def both() -> tuple[np.ndarray, np.ndarray]:
-            wide = _finite(part, leaf, start, piece)
+            wide = _finite(folder, leaf, start, tensor)
             values, scale = to_int4(wide)
             moved = np.abs(from_int4(values, scale) - wide).max(initial=0)
             if moved:
-                self.rounded[f"{part}/{piece.name}"] = float(moved)
+                self.rounded[f"{folder}/{tensor.name}"] = float(moved)
             return pack_int4(values), scale
 
         shapes = (rows, -(-columns // 8)), (rows, columns // INT4_GROUP), (2,)
-        names = packed_of(piece.name), scales_of(piece.name), shape_of(piece.name)
+        names = packed_of(tensor.name), scales_of(tensor.name), shape_of(tensor.name)
         types = np.dtype(np.int32), np.dtype(jnp.bfloat16), np.dtype(np.int64)
-        makers = lambda: both()[0], lambda: both()[1], lambda: np.asarray(piece.shape, np.int64)
+        makers = lambda: both()[0], lambda: both()[1], lambda: np.asarray(tensor.shape, np.int64)
         yield from map(Tensor, names, shapes, types, makers)
 
     def _maker(
-        self, part: str, leaf: Any, form: Form, start: int, piece: Part, dtype: np.dtype
+        self, folder: str, leaf: Any, form: Form, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Callable[[], np.ndarray]:
         def make() -> np.ndarray:
-            values = np.asarray(leaf).reshape(-1)[start : start + piece.size]
+            values = np.asarray(leaf).reshape(-1)[start : start + tensor.size]
             stored = encode(values, form, dtype)
             moved = difference(values, stored, form)
             if moved:
-                self.rounded[f"{part}/{piece.name}"] = moved
-            return np.ascontiguousarray(stored.reshape(piece.shape))
+                self.rounded[f"{folder}/{tensor.name}"] = moved
+            return np.ascontiguousarray(stored.reshape(tensor.shape))
 
         return make
 
 
-def _finite(part: str, leaf: Any, start: int, piece: Part) -> np.ndarray:
+def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndarray:
     """A matrix to be stored in few bits, [out, in] float32."""
-    wide = np.asarray(leaf).reshape(-1)[start : start + piece.size].astype(np.float32)
+    wide = np.asarray(leaf).reshape(-1)[start : start + tensor.size].astype(np.float32)
     if not np.isfinite(wide).all():
         raise ValueError(
-            f"{part}: tensor {piece.name} has numbers that are not finite; no integer says those"
+            f"{folder}: tensor {tensor.name} has numbers that are not finite; no integer says those"
         )
-    return wide.reshape(piece.shape)
+    return wide.reshape(tensor.shape)
 
 
 def _rows_of(head: Any, drafter: BlockDrafter | MtpDrafter) -> Any:
@@ -426,16 +428,16 @@ def _parameters(params: Any) -> dict[ParameterPath, Any]:
     return dict(nnx.traversals.flatten_mapping(params))
 
 
-def _tables(part: str, found: Parameters) -> tuple[np.ndarray, np.ndarray]:
+def _tables(folder: str, found: Parameters) -> tuple[np.ndarray, np.ndarray]:
     if any(path not in found for path in ROTARY):
-        raise ValueError(f"{part}: there are no rotary tables; a checkpoint describes some")
+        raise ValueError(f"{folder}: there are no rotary tables; a checkpoint describes some")
     cos, sin = (np.asarray(found[path]) for path in ROTARY)
     return cos, sin
 
 
-def _check_tables(part: str, found: Parameters, rope: Rope) -> None:
-    if not fits(rope, *_tables(part, found)):
-        raise ValueError(f"{part}: the rotary tables are not those of {rope}")
+def _check_tables(folder: str, found: Parameters, rope: Rope) -> None:
+    if not fits(rope, *_tables(folder, found)):
+        raise ValueError(f"{folder}: the rotary tables are not those of {rope}")
 
 
 def _tokenizer_files(model: Any, tokenizer: str | Path | None) -> list[Path]:

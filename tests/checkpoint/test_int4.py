@@ -229,7 +229,7 @@ def test_a_target_in_eight_bits(model: Model, tmp_path: Path) -> None:
     frozen: Frozen = model.target.decoder  # type: ignore[attr-defined]
     config = model.target.config  # type: ignore[attr-defined]
     entries = target_layout(config, family_of(config))
-    matrices = [part.name for entry in entries if is_matrix(entry) for part in entry.parts]
+    matrices = [tensor.name for entry in entries if is_matrix(entry) for tensor in entry.tensors]
 
     def narrow(tensors: dict[str, np.ndarray]) -> None:
         for name in matrices:

@@ -50,7 +50,7 @@ def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = read_target(CONFIG, head_stored=False, problems=Problems()).config
     header, end = {}, 0
     for entry in target_layout(config, LLAMA):
-        for part in entry.parts:
+        for part in entry.tensors:
             start, end = end, end + 4 * part.size
             header[part.name] = {
                 "dtype": "F32",
