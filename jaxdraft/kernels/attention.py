@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import MAX_ROWS
-from jaxdraft.kernels.launch import LEAST, by_platform, ceil_div, iota, launch
+from jaxdraft.kernels.launch import LEAST, by_platform, ceil_div, div, iota, launch, rem
 from jaxdraft.sizes import power_of_two
 from jaxdraft.state.paged import Chunk, Source, Span, read_span
 
@@ -236,10 +236,10 @@ def _share_kernel(
     """One share of the keys of one head: its maxima, masses and sums, or the whole result."""
     config = plan.config
     b, split = pl.program_id(0), pl.program_id(2)
-    group = lax.div(pl.program_id(1), plan.tiles)
-    row = iota(plan.tile, lax.rem(pl.program_id(1), plan.tiles) * plan.tile)
+    group = div(pl.program_id(1), plan.tiles)
+    row = iota(plan.tile, rem(pl.program_id(1), plan.tiles) * plan.tile)
     real = row < plan.rows
-    step, head = lax.div(row, plan.share), group * plan.share + lax.rem(row, plan.share)
+    step, head = div(row, plan.share), group * plan.share + rem(row, plan.share)
     channel = iota(plan.width)
     inside = channel < config.head_dim
     q = plgpu.load(
@@ -255,7 +255,7 @@ def _share_kernel(
     def over_cache(index: jax.Array, running: _Running) -> _Running:
         key = iota(plan.keys, low + index * plan.keys)
         # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
-        column, slot = lax.rem(lax.div(key, plan.slots), plan.columns), lax.rem(key, plan.slots)
+        column, slot = rem(div(key, plan.slots), plan.columns), rem(key, plan.slots)
         if plan.dense:
             page = jnp.where(key < high, b * plan.columns + column, plan.pages)
         else:
@@ -311,7 +311,7 @@ def _block_index(block_keys: Any, plan: _Plan) -> tuple[jax.Array, jax.Array]:
     """Chunk and slot of every key beside the cache: [B, C, G, S, H] read as C * S keys."""
     index = jnp.minimum(iota(power_of_two(plan.block, least=LEAST)), plan.block - 1)
     slots = block_keys.shape[3]
-    return lax.div(index, slots), lax.rem(index, slots)
+    return div(index, slots), rem(index, slots)
 
 
 def _absorb(
@@ -386,5 +386,5 @@ def _join_kernel(
     weight = jnp.exp(peak - jnp.max(peak))
     mass = jnp.sum(mass * weight)
     result = jnp.sum(total * weight[:, None], axis=0) / jnp.where(mass > 0, mass, 1.0)
-    step, head = lax.div(row, plan.share), group * plan.share + lax.rem(row, plan.share)
+    step, head = div(row, plan.share), group * plan.share + rem(row, plan.share)
     plgpu.store(out.at[b, step, head, channel], result.astype(out.dtype), mask=inside)

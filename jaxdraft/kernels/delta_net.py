@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import MAX_ROWS, PALLAS
-from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
+from jaxdraft.kernels.launch import LEAST, by_platform, div, iota, launch
 from jaxdraft.sizes import power_of_two
 from jaxdraft.state.recurrent import Capsule
 
@@ -117,7 +117,7 @@ def _kernel(
     *rates, out, log_decay, key, update, rows = refs
     b, head = pl.program_id(0), pl.program_id(1)
     shared = config.value_heads // config.key_heads  # consecutive heads that share a key
-    key_head = lax.div(head, shared)
+    key_head = div(head, shared)
     step = iota(power_of_two(steps, least=LEAST))
     real = step < steps
     dk = iota(power_of_two(config.key_dim, least=LEAST))

@@ -93,3 +93,13 @@ def ceil_div(a: jax.Array, b: jax.Array | int) -> jax.Array:
     """Divide non-negative int32 numbers, rounding up."""
     b = jnp.asarray(b, jnp.int32)
     return lax.div(a + b - 1, b)
+
+
+def div(a: jax.Array, b: int) -> jax.Array:
+    """Divide a non-negative int32 number, rounding down. Plain ``//`` takes care of signs."""
+    return lax.div(a, jnp.asarray(b, jnp.int32))
+
+
+def rem(a: jax.Array, b: int) -> jax.Array:
+    """Return the remainder of a non-negative int32 number."""
+    return lax.rem(a, jnp.asarray(b, jnp.int32))

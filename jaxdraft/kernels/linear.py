@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
+from jaxdraft.kernels.launch import LEAST, by_platform, div, iota, launch
 from jaxdraft.sizes import power_of_two
 
 MOST_ROWS = 64
@@ -168,7 +168,7 @@ def _packed_step(
     planes = 8 // form.bits
     mask = inside[:, None] & (column < packed.shape[1])[None, :]
     raw = plgpu.load(packed.at[output[:, None], column[None, :]], mask=mask, other=0)
-    block = lax.div(column, form.block // planes)
+    block = div(column, form.block // planes)
     scale = plgpu.load(scales.at[output[:, None], block[None, :]], mask=mask, other=0)
     raw, scale = raw.astype(jnp.int32), scale.astype(jnp.float32)
     total = jnp.zeros((row.shape[0], output.shape[0]), jnp.float32)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxdraft.kernels.launch import LEAST, by_platform, iota, launch
+from jaxdraft.kernels.launch import LEAST, by_platform, div, iota, launch
 from jaxdraft.sizes import power_of_two
 
 _CHANNELS = 512
@@ -100,7 +100,7 @@ def _commit_head(refs: tuple[Any, ...], b: jax.Array, head: jax.Array, count: ja
     """
     state, log_decay, key, update, new_state = refs
     steps, (_, heads, key_dim, value_dim) = log_decay.shape[1], state.shape
-    key_head = lax.div(head, heads // key.shape[2])
+    key_head = div(head, heads // key.shape[2])
     step = iota(power_of_two(steps, least=LEAST))
     kept = step < jnp.minimum(count, steps)
     dk = iota(power_of_two(key_dim, least=LEAST))

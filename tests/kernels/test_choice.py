@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxdraft
@@ -79,3 +81,21 @@ def test_newer_gpus_are_served(capability: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice.check_device(device("gpu", "some GPU", capability))
+
+
+def test_every_number_has_32_bits_with_64_bit_types_enabled() -> None:
+    """A window of a hybrid target, from tokens to the committed state."""
+    with pytest.warns(UserWarning, match=WARNS):
+        target = jaxdraft.with_kernels(tiny_target(), PALLAS)
+    with jax.enable_x64(True):
+        state = target.init(2, 32)
+        tokens, count = jnp.ones((2, 3), jnp.int32), jnp.full((2,), 3, jnp.int32)
+
+        def run(tokens: jax.Array, count: jax.Array) -> object:
+            return target.commit(target.forward(tokens, count, state).state, count)
+
+        text = str(jax.make_jaxpr(run)(tokens, count))
+    assert text.count("pallas_call") >= 4  # attention, a delta net, its commit, an MLP
+    wide = [line for line in text.splitlines() if re.search(r":[fi]64\[\d", line)]
+    # Pallas writes static indices, such as the tap of a convolution, as 64-bit constants.
+    assert not [line for line in wide if "= broadcast_to[" not in line]
