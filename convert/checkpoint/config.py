@@ -327,6 +327,7 @@ class _Target:
     def _feed_forward(self) -> MlpConfig | MoeConfig:
         text = self.text
         if not self.family.model_type.endswith("_moe"):
+            text.inert("mlp_only_layers")  # all are
             return MlpConfig(hidden=text.integer("intermediate_size"))
         text.only("mlp_only_layers", [])
         text.only("decoder_sparse_step", 1)

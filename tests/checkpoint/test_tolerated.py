@@ -385,6 +385,14 @@ def test_nulls_and_labels_of_a_drafter(copy: Path) -> None:
     assert "dflash2/config.json: target_hidden_size is null" in noted(copy)
 
 
+def test_a_dense_model_lists_no_dense_layers(copy: Path) -> None:
+    """transformers writes the key of its mixtures for Qwen3.5 without experts, too."""
+    path = copy / "target" / "config.json"
+    edit_json(path, lambda c: c["text_config"].update(mlp_only_layers=[]))
+    quietly(copy)
+    assert "mlp_only_layers" not in noted(copy)
+
+
 def test_nothing_is_said_about_what_is_as_it_should_be(saved: Path) -> None:
     for kind in ("dflash2", "dspark", "mtp", "none"):
         quietly(saved, drafter=kind)
