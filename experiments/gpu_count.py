@@ -32,6 +32,17 @@ _LABEL = re.compile(r"^(\s*)(\w+):\s*$")
 Trips = Callable[[str], int]
 """Source line of a loop -> passes."""
 
+Branches = Callable[[str, int], int | None]
+"""Source line of a conditional, number of its branches -> the branch that is taken; None: the
+largest, SMALLEST: the smallest."""
+
+SMALLEST = -1
+"""XLA may exchange the branches of a conditional of two, which so have no numbers of their own."""
+
+
+def _largest(source: str, number: int) -> None:
+    del source, number
+
 
 @dataclass
 class Counts:
@@ -90,7 +101,8 @@ def parse_thunks(text: str) -> list[Thunk]:
     last: dict[int, Thunk] = {}  # by indentation
     newest: Thunk | None = None
     expects: list[Thunk] | None = top
-    for line in text.splitlines():
+    # An empty part is said in words, without a line break behind it.
+    for line in text.replace("No thunks.", "No thunks.\n").splitlines():
         if match := _THUNK.match(line):
             indent = len(match.group(1))
             while open_[-1][0] > indent:
@@ -129,21 +141,23 @@ class Program:
         self.thunks = parse_thunks(compiled.thunks)
         self.weights = weights
 
-    def count(self, trips: Trips, part: str | None = None) -> Counts:
+    def count(self, trips: Trips, part: str | None = None, branches: Branches = _largest) -> Counts:
         """Count the whole program, or one pass of the outermost loop that ``part`` names.
 
         Args:
           trips: passes of the loops of which the compiler does not know them.
+          branches: branches that conditionals take.
           part: the end of a source line, for example ``"generate.py body"``. Default: everything.
         """
         thunks = self.thunks if part is None else self._loop(part).parts["body"]
-        return self._count(thunks, trips, inside=False)
+        return self._count(thunks, trips, branches, inside=False)
 
-    def lines(self, trips: Trips) -> list[tuple[str, Counts]]:
+    def lines(self, trips: Trips, branches: Branches = _largest) -> list[tuple[str, Counts]]:
         """Return counts by the source line that a launch comes from, most launches first.
 
         Args:
           trips: as for :meth:`count`.
+          branches: as for :meth:`count`.
         """
         found: dict[str, Counts] = {}
 
@@ -154,7 +168,10 @@ class Program:
                     passes = 1
                     if loop is not None:
                         passes = loop.trips or trips(self.module.source(loop))
-                    for part in thunk.parts.values():
+                    taken = list(thunk.parts.values())
+                    if thunk.kind == "kConditional":
+                        taken = [self._branch(thunk, branches)]
+                    for part in taken:
                         visit(part, times * passes)
                 else:
                     source = self.module.source(self._instruction(thunk))
@@ -179,31 +196,46 @@ class Program:
     def _instruction(self, thunk: Thunk) -> Instruction:
         return self.module[self.compiled.thunk_names[thunk.number]]
 
-    def _count(self, thunks: list[Thunk], trips: Trips, *, inside: bool) -> Counts:
+    def _branch(self, thunk: Thunk, branches: Branches) -> list[Thunk]:
+        """The launches of the branch that a conditional takes."""
+        parts = list(thunk.parts.values())
+        index = branches(self.module.source(self._instruction(thunk)), len(parts))
+        by_size = sorted(parts, key=lambda part: sum(inner.size for inner in part))
+        if index is None or index == SMALLEST:
+            return by_size[-1 if index is None else 0]
+        return parts[index]
+
+    def _count(
+        self, thunks: list[Thunk], trips: Trips, branches: Branches, *, inside: bool
+    ) -> Counts:
         total = Counts()
         for thunk in thunks:
             if thunk.kind == "kCommandBuffer":
                 total.graphs += not inside
-                total.add(self._count(thunk.parts[""], trips, inside=True))
+                total.add(self._count(thunk.parts[""], trips, branches, inside=True))
             elif thunk.kind == "kWhile":
-                self._add_loop(total, thunk, trips, inside)
+                self._add_loop(total, thunk, trips, branches, inside)
             elif thunk.kind == "kConditional":
                 total.waits += not inside
-                branch = max(thunk.parts.values(), key=lambda part: sum(t.size for t in part))
-                total.add(self._count(branch, trips, inside=inside))
+                branch = self._branch(thunk, branches)
+                total.add(self._count(branch, trips, branches, inside=inside))
             else:
                 total.add(self._launch(thunk, trips))
         return total
 
-    def _add_loop(self, total: Counts, thunk: Thunk, trips: Trips, inside: bool) -> None:
+    def _add_loop(
+        self, total: Counts, thunk: Thunk, trips: Trips, branches: Branches, inside: bool
+    ) -> None:
         loop = self._instruction(thunk)
         passes = loop.trips
         if passes is None:
             passes = trips(self.module.source(loop))
-            condition = self._count(thunk.parts.get("condition", []), trips, inside=inside)
+            condition = thunk.parts.get("condition", [])
+            condition = self._count(condition, trips, branches, inside=inside)
             total.add(condition, passes + 1)
             total.waits += 0 if inside else passes + 1
-        total.add(self._count(thunk.parts["body"], trips, inside=inside), passes)
+        body = self._count(thunk.parts["body"], trips, branches, inside=inside)
+        total.add(body, passes)
 
     def _launch(self, thunk: Thunk, trips: Trips) -> Counts:
         op = self._instruction(thunk)

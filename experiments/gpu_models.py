@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from gpu_count import KEYS
+from gpu_count import KEYS, SMALLEST
 from jax.typing import DTypeLike
 from speed_table import DRAFTS, drafter_27b, target_27b
 
@@ -27,7 +27,8 @@ from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kernels import XLA
 from jaxdraft.nn import choice
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.attention import reaches
+from jaxdraft.nn.decoder import PREFILL_CHUNK, Decoder, DecoderTarget
 from jaxdraft.round import Rules
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.state import paged
@@ -48,6 +49,7 @@ class Case:
     weights: range  # numbers of the arguments that are weights, as XLA counts them
     least: Callable[[int], int]  # length of the text -> bytes that the program cannot do without
     trips: Callable[[int, str], int]  # length, source line of a loop -> its passes
+    branches: Callable[[int, str, int], int | None]  # length, source, number -> the one taken
 
 
 def config_27b(layers: int, context: int) -> TargetConfig:
@@ -91,6 +93,7 @@ def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
         _weights(target),
         functools.partial(_least, target, None, rows),
         functools.partial(_trips, rows, 0),
+        functools.partial(_branch, rows, capacity),
     )
 
 
@@ -111,6 +114,7 @@ def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules
         _weights(target, drafter),
         functools.partial(_least, target, drafter, rows),
         functools.partial(_trips, rows, drafter.draft_tokens),
+        functools.partial(_branch, rows, capacity),
     )
 
 
@@ -185,6 +189,20 @@ def _trips(rows: int, drafts: int, length: int, source: str) -> int:
     if source.startswith("draft/mtp.py"):
         return drafts
     raise ValueError(f"nothing is known about the passes of the loop in {source!r}")
+
+
+def _branch(rows: int, capacity: int, length: int, source: str, number: int) -> int | None:
+    """The branch of attention that reads what is in use, and does not have to do it again."""
+    if source.endswith(" _everything"):
+        return SMALLEST
+    if not source.endswith(" _at_once"):
+        return None
+    chunks = paged.room(capacity, PREFILL_CHUNK) // paged.CHUNK
+    lengths = reaches(chunks, whole=True)
+    if len(lengths) != number:
+        raise ValueError(f"{source} has {number} branches; expected {len(lengths)}, for {lengths}")
+    used = -(-(length + rows) // paged.CHUNK)
+    return sum(used > reach for reach in lengths[:-1])
 
 
 def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: int) -> int:

@@ -64,14 +64,16 @@ def rows_of(
     program = Program(compiled, program_case.weights)
     rows = []
     for length in lengths:
-        count = program.count(functools.partial(program_case.trips, length))
+        trips = functools.partial(program_case.trips, length)
+        branches = functools.partial(program_case.branches, length)
+        count = program.count(trips, branches=branches)
         least = program_case.least(length)
         cells = [name, f"{length:,}", f"{count.launches:,}", f"{count.graphs:,}"]
         cells += [f"{count.waits:,}", _giga(count.moved), _giga(least)]
         cells += [f"{count.moved / least:.2f}", _giga(count.joined), _giga(count.rewritten)]
         cells += [_giga(count.copied), f"{compiled.temporary / 1e6:.0f}"]
         rows.append([*cells, f"{compiled.seconds:.0f}"])
-        for source, part in program.lines(functools.partial(program_case.trips, length))[:lines]:
+        for source, part in program.lines(trips, branches)[:lines]:
             print(f"{part.launches:8,} launches {part.moved / 1e6:12,.1f} MB  {source}")
     return rows
 

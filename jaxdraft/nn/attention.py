@@ -23,6 +23,11 @@ from jaxdraft.state.paged import Chunk, Source
 
 _Running = tuple[jax.Array, jax.Array, jax.Array]  # maximum, mass, weighted sum of values
 
+_Average = tuple[jax.Array, jax.Array]  # average of values, log of the sum of exp(score)
+
+_SCORES = 2**28
+"""Bytes of the scores of one pass on a GPU."""
+
 
 def attend(
     query: jax.Array,
@@ -70,7 +75,7 @@ def attend(
     # [B, T, G, share, H] -> [B, G, share * T, H]: one matrix of queries for every key head.
     q = query.reshape(batch, steps, groups, share, dim).transpose(0, 2, 3, 1, 4)
     q = (q * jnp.asarray(config.scale, q.dtype)).reshape(batch, groups, share * steps, dim)
-    form = _Form(config, causal, source.read, source.chunks)
+    form = _Form(config, causal, source.read, source.whole, source.chunks)
     out, _ = _softmax(form, q, positions, _Keys(source.data, source.used, beside))
     out = out.reshape(batch, groups, share, steps, dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, steps, heads * dim).astype(query.dtype)
@@ -81,7 +86,8 @@ class _Form(NamedTuple):
 
     config: AttentionConfig
     causal: bool
-    read: Callable[[Any, jax.Array], Chunk]
+    read: Callable[[Any, jax.Array, int], Chunk]
+    whole: Callable[[Any], Chunk] | None
     chunks: int
 
 
@@ -110,18 +116,51 @@ def _softmax(
       [B, G, share * T], MASKED where a query sees no key; both float32.
     """
 
-    def absorb(running: _Running, chunk: Chunk) -> _Running:
-        maximum, mass, total = running
-        scores, seen = _scores(form, q, positions, chunk)
-        scores = jnp.where(seen, scores, MASKED)
-        peak = jnp.maximum(maximum, jnp.max(scores, axis=(1, 4)))
-        weights = jnp.where(seen, jnp.exp(scores - peak[:, None, :, :, None]), 0.0)
-        keep = jnp.exp(maximum - peak)
-        return (
-            peak,
-            mass * keep + jnp.sum(weights, axis=(1, 4)),
-            total * keep[..., None] + _weigh(weights, chunk.values),
-        )
+    # On CPUs a loop over small chunks keeps what it works on in the caches. On GPUs the host would
+    # wait for the end of each of its passes.
+    return lax.platform_dependent(
+        q,
+        positions,
+        keys,
+        cpu=functools.partial(_in_passes, form, 1),
+        default=functools.partial(_at_once, form),
+    )
+
+
+def _absorb(
+    form: _Form, q: jax.Array, positions: jax.Array, running: _Running, chunk: Chunk
+) -> _Running:
+    """Take a chunk's keys into the running softmax."""
+    maximum, mass, total = running
+    scores, seen = _scores(form, q, positions, chunk)
+    scores = jnp.where(seen, scores, MASKED)
+    peak = jnp.maximum(maximum, jnp.max(scores, axis=(1, 4)))
+    weights = jnp.where(seen, jnp.exp(scores - peak[:, None, :, :, None]), 0.0)
+    keep = jnp.exp(maximum - peak)
+    return (
+        peak,
+        mass * keep + jnp.sum(weights, axis=(1, 4)),
+        total * keep[..., None] + _weigh(weights, chunk.values),
+    )
+
+
+def _in_passes(
+    form: _Form, width: int, q: jax.Array, positions: jax.Array, keys: _Keys
+) -> tuple[jax.Array, jax.Array]:
+    """Compute :func:`_softmax` from the chunks in use alone, ``width`` of them in a pass."""
+
+    def step(index: jax.Array, running: _Running) -> _Running:
+        if width == 1:
+            return _absorb(form, q, positions, running, form.read(keys.data, index, 1))
+        # The last pass starts earlier, so that it ends with the last chunk; what the pass before
+        # has taken in is hidden from it. Example, 5 chunks, width 2: 0 1, 2 3, then 3 4 without 3.
+        first = jnp.minimum(index * width, form.chunks - width)
+        chunk = form.read(keys.data, first, width)
+        slots = chunk.positions.shape[1] * chunk.positions.shape[2]
+        slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, *chunk.positions.shape[1:])
+        new = slot >= (index * width - first) * (slots // width)
+        hidden = chunk._replace(positions=jnp.where(new, chunk.positions, -1))
+        return _absorb(form, q, positions, running, hidden)
 
     running = (
         jnp.full(q.shape[:3], MASKED, jnp.float32),
@@ -129,16 +168,117 @@ def _softmax(
         jnp.zeros(q.shape, jnp.float32),
     )
     if keys.beside is not None:
-        running = absorb(running, keys.beside)
+        running = _absorb(form, q, positions, running, keys.beside)
     if form.chunks == 1:
-        running = absorb(running, form.read(keys.data, jnp.asarray(0, jnp.int32)))
+        running = step(jnp.asarray(0, jnp.int32), running)
     elif form.chunks > 1:
-        running = lax.fori_loop(
-            0, keys.used, lambda i, carry: absorb(carry, form.read(keys.data, i)), running
-        )
+        running = lax.fori_loop(0, -(-keys.used // width), step, running)
     maximum, mass, total = running
     mass = jnp.where(mass > 0, mass, 1.0)
     return total / mass[..., None], maximum + jnp.log(mass)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # traced once for all layers of a shape
+def _at_once(
+    form: _Form, q: jax.Array, positions: jax.Array, keys: _Keys
+) -> tuple[jax.Array, jax.Array]:
+    """Compute :func:`_softmax` in one pass, one of a few that read different numbers of chunks.
+
+    A branch on the device is part of a CUDA graph; a loop of unknown length is not, and the host
+    waits for each of its passes. Scores of all keys are in memory at once: where that would be
+    more than ``_SCORES`` bytes (a prompt's rows over a long text), there are passes.
+    """
+    bytes_per_chunk = 4 * q.shape[0] * q.shape[1] * q.shape[2] * _slots(form, keys.data)
+    width = max(1, _SCORES // bytes_per_chunk)
+    if width < form.chunks:
+        return _in_passes(form, width, q, positions, keys)
+    lengths = reaches(form.chunks, form.whole is not None)
+
+    def first(length: int) -> Callable[[], _Average]:
+        def read() -> _Average:
+            chunk = form.read(keys.data, jnp.asarray(0, jnp.int32), length)
+            return _average(form, q, positions, chunk)
+
+        return read
+
+    branches = [first(length) for length in lengths]
+    if form.whole is not None:
+        branches[-1] = functools.partial(_everything, form, q, positions, keys.data, branches[-1])
+    index = sum((keys.used > length).astype(jnp.int32) for length in lengths[:-1])
+    found = lax.switch(jnp.asarray(index, jnp.int32), branches)
+    if keys.beside is None:
+        return found
+    return _join(found, _average(form, q, positions, keys.beside))
+
+
+def _everything(
+    form: _Form,
+    q: jax.Array,
+    positions: jax.Array,
+    data: Any,
+    hidden: Callable[[], _Average],
+) -> _Average:
+    """Read all chunks as they lie; again with ``hidden`` if what nobody sees is not finite.
+
+    Zero times NaN is NaN, so a hidden value that is not finite shows in an average.
+    """
+    assert form.whole is not None
+    found = _average(form, q, positions, form.whole(data))
+    return lax.cond(jnp.all(jnp.isfinite(found[0])), lambda: found, hidden)
+
+
+def _average(form: _Form, q: jax.Array, positions: jax.Array, chunk: Chunk) -> _Average:
+    """Compute :func:`_softmax` over one chunk, as XLA turns it into few launches on GPUs."""
+    batch, _, groups, _, dim = chunk.keys.shape
+    keys, values = (
+        jnp.swapaxes(x, 1, 2).reshape(batch, 1, groups, -1, dim) for x in (chunk.keys, chunk.values)
+    )
+    flat = Chunk(keys, values, chunk.positions.reshape(batch, 1, -1))
+    scores, seen = (x[:, 0] for x in _scores(form, q, positions, flat))  # [B, G, share * T, S]
+    scores = jnp.where(seen, scores, MASKED)
+    peak = jnp.max(scores, axis=3)
+    weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0).astype(values.dtype)
+    # The sum of what was rounded, so that the average divides by just what it has multiplied with.
+    mass = jnp.sum(weights.astype(jnp.float32), axis=3)
+    mass = jnp.where(mass > 0, mass, 1.0)
+    return _weigh(weights[:, None], values) / mass[..., None], peak + jnp.log(mass)
+
+
+def _join(one: _Average, other: _Average) -> _Average:
+    """Average over the keys of both."""
+    log_mass = jnp.logaddexp(one[1], other[1])
+    shares = [jnp.exp(part[1] - log_mass)[..., None] for part in (one, other)]
+    return one[0] * shares[0] + other[0] * shares[1], log_mass
+
+
+def _slots(form: _Form, data: Any) -> int:
+    """Slots of one chunk."""
+    chunk = jax.eval_shape(lambda data: form.read(data, jnp.asarray(0, jnp.int32), 1), data)
+    return chunk.positions.shape[1] * chunk.positions.shape[2]
+
+
+def reaches(chunks: int, whole: bool) -> list[int]:
+    """Numbers of chunks that one pass may read, ascending, the last of them all.
+
+    XLA copies the keys and values of a part before it multiplies them, but not those of all
+    chunks where these can be read as they lie. So a part costs three times as much per chunk, and
+    parts that are more than a third of everything are left out.
+
+    Two numbers in every octave, and one chunk more, for a window after a round number of positions.
+
+    Example, 73 chunks that can be read as they lie: 5, 7, 9, 13, 17, 73.
+
+    Args:
+      chunks: of the source.
+      whole: they can be read as they lie.
+    """
+    found: list[int] = []
+    size = 4
+    while 3 * size < chunks if whole else size + 1 < chunks:
+        found += [size + 1, 3 * size // 2 + 1]
+        size *= 2
+    limit = -(-chunks // 3) if whole else chunks
+    return [length for length in found if length < limit] + [chunks]
 
 
 @_softmax.defjvp
@@ -201,7 +341,7 @@ def _read_all(
     form: _Form, indices: jax.Array, data: Any
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Keys and values of all chunks [chunks, B, C, G, S, H], and their positions."""
-    chunks = jax.vmap(functools.partial(form.read, data))(indices)
+    chunks = jax.vmap(lambda index: form.read(data, index, 1))(indices)
     return (chunks.keys, chunks.values), chunks.positions
 
 

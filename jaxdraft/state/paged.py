@@ -27,6 +27,9 @@ from jaxdraft.base import NO_PAGE
 CHUNK = 128
 """Slots a pass of attention reads at a time."""
 
+_LONG, _EVEN = 8192, 512
+"""See :func:`room`."""
+
 _UNROLL = 4
 """Rows whose slices are written one by one; more rows go through one scatter."""
 
@@ -63,19 +66,24 @@ class Span(NamedTuple):
 class Source(NamedTuple):
     """Where attention reads its keys: ``chunk(i)`` for i in ``range(used)``, ``used <= chunks``.
 
-    ``read`` closes over no array: what it reads is in ``data``, so that attention can differentiate
-    with respect to it.
+    ``read`` and ``whole`` close over no array: what they read is in ``data``, so that attention can
+    differentiate with respect to it. They are equal if they do the same, since programs are kept by
+    them.
     """
 
-    read: Callable[[Any, jax.Array], Chunk]
+    read: Callable[[Any, jax.Array, int], Chunk]
+    """(data, index of the first chunk, how many chunks) -> these chunks as one."""
     data: Any
     used: jax.Array  # [] int32
     chunks: int
     span: Span | None = None  # the same keys; None: they lie on no pages
+    whole: Callable[[Any], Chunk] | None = None
+    """All chunks as one, without a copy: values that no query sees are not hidden, and may be
+    anything, even NaN. None: keys and values cannot be read as they lie."""
 
     def chunk(self, index: jax.Array) -> Chunk:
         """Chunk ``index`` [] int32."""
-        return self.read(self.data, index)
+        return self.read(self.data, index, 1)
 
 
 @struct.dataclass
@@ -303,8 +311,12 @@ def room(positions: int, rows: int) -> int:
 
     ``dynamic_update_slice`` moves a start that is too late back to where the update fits
     (jax-ml/jax#34257): with this room no start is too late.
+
+    From ``_LONG`` slots on, a multiple of ``_EVEN``: on GPUs XLA splits the sum over so many values
+    into parts, and copies all values to pad them where the parts are uneven.
     """
-    return -(-(positions + rows) // CHUNK) * CHUNK
+    slots = -(-(positions + rows) // CHUNK) * CHUNK
+    return slots if slots < _LONG else -(-slots // _EVEN) * _EVEN
 
 
 def _write_slices(pages: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
@@ -351,13 +363,23 @@ def _dense_source(keys: jax.Array, values: jax.Array, length: jax.Array) -> Sour
     chunks = -(-keys.shape[2] // size)
     used = -(-jnp.max(length, initial=0) // size)
     span = Span(keys, values, jnp.zeros_like(length), length, None)
-    return Source(_read_dense, (keys, values, length), used, chunks, span)
+    whole = _whole_dense if chunks * size == keys.shape[2] else None
+    return Source(_read_dense, (keys, values, length), used, chunks, span, whole)
 
 
-def _read_dense(data: tuple[jax.Array, jax.Array, jax.Array], index: jax.Array) -> Chunk:
+def _whole_dense(data: tuple[jax.Array, jax.Array, jax.Array]) -> Chunk:
     keys, values, length = data
-    size = min(CHUNK, keys.shape[2])
-    start = index * size
+    position = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
+    position = jnp.where(position < length[:, None], position, -1)
+    return Chunk(keys[:, None], values[:, None], position[:, None])
+
+
+def _read_dense(
+    data: tuple[jax.Array, jax.Array, jax.Array], index: jax.Array, chunks: int
+) -> Chunk:
+    keys, values, length = data
+    start = index * min(CHUNK, keys.shape[2])
+    size = min(chunks * CHUNK, keys.shape[2])
     position = start + jnp.arange(size, dtype=jnp.int32)[None]
     valid = position < length[:, None]
     part = lax.dynamic_slice_in_dim(keys, start, size, axis=2)
@@ -371,19 +393,29 @@ def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: j
     chunks = -(-columns // take)
     table = jnp.pad(pool.table, ((0, 0), (0, chunks * take - columns)), constant_values=NO_PAGE)
     used = -(-jnp.max(length, initial=0) // (take * pool.page_size))
-    read = functools.partial(_read_table, take=take)
+    read = _table_reader(take)
     end = jnp.minimum(length, columns * pool.page_size)
     span = Span(keys, values, jnp.zeros_like(length), end, pool.table)
     return Source(read, (keys, values, table, length), used, chunks, span)
 
 
+@functools.cache
+def _table_reader(take: int) -> Callable[[Any, jax.Array, int], Chunk]:
+    """``read`` of chunks of ``take`` pages; the same one each time."""
+    return functools.partial(_read_table, take)
+
+
 def _read_table(
-    data: tuple[jax.Array, jax.Array, jax.Array, jax.Array], index: jax.Array, *, take: int
+    take: int,
+    data: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    index: jax.Array,
+    chunks: int,
 ) -> Chunk:
     keys, values, table, length = data
-    size = take * keys.shape[2]
-    page = lax.dynamic_slice_in_dim(table, index * take, take, axis=1)  # [B, take]
-    position = index * size + jnp.arange(size, dtype=jnp.int32).reshape(1, take, -1)
+    pages = chunks * take
+    page = lax.dynamic_slice_in_dim(table, index * take, pages, axis=1)  # [B, pages]
+    slot = jnp.arange(pages * keys.shape[2], dtype=jnp.int32).reshape(1, pages, -1)
+    position = index * (take * keys.shape[2]) + slot
     valid = (position < length[:, None, None]) & (page != NO_PAGE)[:, :, None]
     part = jnp.take(keys, page, axis=0, mode="clip")
     value = jnp.take(values, page, axis=0, mode="clip")
@@ -401,12 +433,12 @@ def read_span(span: Span) -> Source:
     return Source(_read_span, span, -(-longest // CHUNK), chunks, span)
 
 
-def _read_span(span: Span, index: jax.Array) -> Chunk:
+def _read_span(span: Span, index: jax.Array, chunks: int) -> Chunk:
     pages, _, slots, _ = span.keys.shape
     columns, table = span.columns, span.table
     if table is None:
         table = jnp.arange(pages, dtype=jnp.int32).reshape(-1, columns)
-    step = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    step = jnp.arange(chunks * CHUNK, dtype=jnp.int32)[None]
     position = span.first[:, None] + index * CHUNK + step
     page = jnp.take_along_axis(table, position // slots % columns, axis=1)
     valid = (position < span.end[:, None]) & (page < pages)

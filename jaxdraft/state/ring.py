@@ -18,7 +18,9 @@ its slot is written again, and counts as a position behind every window afterwar
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import chex
 import jax
@@ -272,19 +274,25 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
     end = ring.length + count
     longest = jnp.max(end - oldest // size * size, initial=0)
     data = (ring.keys[layer], ring.values[layer], ring.table, oldest, end)
-    read = functools.partial(_read_reachable, take=take)
+    read = _reachable_reader(take)
     span = Span(ring.keys[layer], ring.values[layer], oldest, end, ring.table)
     return Source(read, data, -(-longest // (take * size)), -(-columns // take), span)
 
 
-def _read_reachable(data: tuple[jax.Array, ...], index: jax.Array, *, take: int) -> Chunk:
+@functools.cache
+def _reachable_reader(take: int) -> Callable[[Any, jax.Array, int], Chunk]:
+    """``read`` of chunks of ``take`` pages; the same one each time."""
+    return functools.partial(_read_reachable, take)
+
+
+def _read_reachable(take: int, data: tuple[jax.Array, ...], index: jax.Array, chunks: int) -> Chunk:
     keys, values, table, oldest, end = data
     size = keys.shape[2]
     # Example, Z = 4, R = 3, window 6, length 13, count 2: keys 8 to 14 are visible, columns 2
     # and 3 hold them, which are columns 2 and 0 of the table.
     first = (oldest // size)[:, None] + index * take
-    column = first + jnp.arange(take, dtype=jnp.int32)[None]
-    page = _pages(table, column)  # [B, take]
+    column = first + jnp.arange(chunks * take, dtype=jnp.int32)[None]
+    page = _pages(table, column)  # [B, chunks * take]
     position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     seen = (position >= oldest[:, None, None]) & (position < end[:, None, None])
     seen = seen & (page != NO_PAGE)[:, :, None]
@@ -308,7 +316,7 @@ def source(ring: Ring, layer: int) -> Source:
     position = last - (last - slot) % ring.slots
     position = jnp.where(position >= 0, position, -1).reshape(batch, pages, -1)
 
-    read = functools.partial(_read_ring, dense=ring.dense)
+    read = _read_ring if ring.dense else _gather_ring
     data = (ring.keys[layer], ring.values[layer], ring.table, position)
     table = None if ring.dense else ring.table
     oldest = jnp.maximum(ring.length - ring.slots, 0)
@@ -316,12 +324,16 @@ def source(ring: Ring, layer: int) -> Source:
     return Source(read, data, jnp.asarray(1, jnp.int32), 1, span)
 
 
-def _read_ring(data: tuple[jax.Array, ...], index: jax.Array, *, dense: bool) -> Chunk:
-    del index  # one chunk: a ring is small
+def _read_ring(data: tuple[jax.Array, ...], index: jax.Array, chunks: int) -> Chunk:
+    del index, chunks  # one chunk: a ring is small
     keys, values, table, position = data
-    if dense:
-        shape = (*table.shape, *keys.shape[1:])
-        return hide(keys.reshape(shape), values.reshape(shape), position)
+    shape = (*table.shape, *keys.shape[1:])
+    return hide(keys.reshape(shape), values.reshape(shape), position)
+
+
+def _gather_ring(data: tuple[jax.Array, ...], index: jax.Array, chunks: int) -> Chunk:
+    del index, chunks
+    keys, values, table, position = data
     keys = jnp.take(keys, table, axis=0, mode="clip")
     values = jnp.take(values, table, axis=0, mode="clip")
     return hide(keys, values, position)

@@ -65,9 +65,9 @@ def block_features(
     return rows.reshape(batch, count, config.draft_tokens, config.width)
 
 
-def _only(chunk: Chunk, index: jax.Array) -> Chunk:
+def _only(chunk: Chunk, index: jax.Array, chunks: int) -> Chunk:
     """Read the one chunk there is."""
-    del index
+    del index, chunks
     return chunk
 
 

@@ -38,7 +38,8 @@ def program(name: str) -> gpu_count.Program:
 
 
 def count(name: str, length: int) -> gpu_count.Counts:
-    return program(name).count(functools.partial(case(name).trips, length))
+    trips = functools.partial(case(name).trips, length)
+    return program(name).count(trips, branches=functools.partial(case(name).branches, length))
 
 
 @pytest.mark.parametrize("name", gpu_models.PROGRAMS)

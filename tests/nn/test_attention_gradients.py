@@ -229,7 +229,7 @@ def test_a_query_that_sees_no_key_has_the_gradient_zero() -> None:
     positions = jnp.zeros((2, STEPS), jnp.int32)
 
     def value(q: jax.Array, chunk: Chunk) -> jax.Array:
-        source = Source(lambda chunk, index: chunk, chunk, jnp.asarray(1, jnp.int32), 1)
+        source = Source(lambda chunk, index, chunks: chunk, chunk, jnp.asarray(1, jnp.int32), 1)
         return jnp.sum(attend(q, positions, source, config, causal=True))
 
     q = normal(1, 2, STEPS, HEADS, DIM)

@@ -58,7 +58,7 @@ def test_attention_of_a_sequence_to_itself(window: int) -> None:
     positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
     rows = (jnp.swapaxes(x, 1, 2)[:, None] for x in (k, v))
     chunk = Chunk(*rows, positions[:, None])
-    source = Source(lambda chunk, index: chunk, chunk, jnp.asarray(1), 1)
+    source = Source(lambda chunk, index, chunks: chunk, chunk, jnp.asarray(1), 1)
     expected = jax.jit(lambda: attend(q, positions, source, config, causal=True))()
     found = jax.jit(lambda: causal_attention(q, k, v, config))()
     np.testing.assert_allclose(found, expected, atol=1e-5)
