@@ -172,7 +172,8 @@ def _in_passes(
     if form.chunks == 1:
         running = step(jnp.asarray(0, jnp.int32), running)
     elif form.chunks > 1:
-        running = lax.fori_loop(0, -(-keys.used // width), step, running)
+        passes = keys.used if width == 1 else -(-keys.used // width)
+        running = lax.fori_loop(0, passes, step, running)
     maximum, mass, total = running
     mass = jnp.where(mass > 0, mass, 1.0)
     return total / mass[..., None], maximum + jnp.log(mass)
@@ -326,12 +327,15 @@ def _softmax_jvp(
     nothing = (jnp.zeros(out.shape, jnp.float32), jnp.zeros(log_mass.shape, jnp.float32))
     total = nothing
     if keys.beside is not None:
-        total = jax.checkpoint(tangent)(keys.beside[:2], dkeys.beside[:2], keys.beside.positions)
-    if form.chunks:
-        indices = jnp.arange(form.chunks, dtype=jnp.int32)
-        pairs, dpairs, places = jax.jvp(
-            functools.partial(_read_all, form, indices), (keys.data,), (dkeys.data,), has_aux=True
-        )
+        total = tangent(keys.beside[:2], dkeys.beside[:2], keys.beside.positions)
+    indices = jnp.arange(form.chunks, dtype=jnp.int32)
+    pairs, dpairs, places = jax.jvp(
+        functools.partial(_read_all, form, indices), (keys.data,), (dkeys.data,), has_aux=True
+    )
+    if form.chunks == 1:  # few keys: their weights are kept, not computed again
+        one = jax.tree.map(lambda x: x[0], (pairs, dpairs, places))
+        total = jax.tree.map(jnp.add, total, tangent(*one))
+    else:
         total, _ = lax.scan(step, total, (indices, pairs, dpairs, places))
     dout, dmass = total
     return (out, log_mass), (dout - out * dmass[..., None], dmass)
