@@ -240,6 +240,8 @@ def _average(form: _Form, q: jax.Array, positions: jax.Array, chunk: Chunk) -> _
     peak = jnp.max(scores, axis=3)
     weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0).astype(values.dtype)
     # The sum of what was rounded, so that the average divides by just what it has multiplied with.
+    # Without the barrier XLA would sum them before rounding, and write them twice.
+    weights = lax.optimization_barrier(weights)
     mass = jnp.sum(weights.astype(jnp.float32), axis=3)
     mass = jnp.where(mass > 0, mass, 1.0)
     return _weigh(weights[:, None], values) / mass[..., None], peak + jnp.log(mass)

@@ -50,9 +50,40 @@ def test_no_weight_and_no_cache_is_copied(name: str) -> None:
     assert counts.copied == 0
 
 
-@pytest.mark.parametrize("length", [512, 2048, 8192])
-def test_a_step_moves_hardly_more_than_it_must(length: int) -> None:
-    assert count("step", length).moved <= 1.05 * case("step").least(length)
+LENGTHS = (512, 2048, 8192)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["step", "verify", "round:dspark"])
+def test_hardly_more_is_moved_than_must_be(name: str, length: int) -> None:
+    assert count(name, length).moved <= 1.05 * case(name).least(length)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["step", "verify", "round:dflash2", "round:dspark"])
+def test_attention_is_in_the_graph_and_waits_for_nothing(name: str, length: int) -> None:
+    counts = count(name, length)
+    assert counts.waits == 0
+    assert counts.graphs == 1 or name.startswith("round")
+
+
+def test_launches_do_not_depend_on_the_length() -> None:
+    """Attention reads one part or everything; the latter takes a few launches more."""
+    launches = [count("verify", length).launches for length in LENGTHS]
+    assert max(launches) <= min(launches) + 4
+
+
+@pytest.mark.parametrize("name", ["step", "verify"])
+def test_a_long_text_is_read_once(name: str) -> None:
+    """32,768 positions of a state with room for more: keys and values are not copied."""
+    found = gpu_models.case(name, layers=LAYERS, dtype=H200.dtype, capacity=34_000)
+    compiled = gpu_compile.compile_for(H200, found.function, found.arguments)
+    counts = gpu_count.Program(compiled, found.weights).count(
+        functools.partial(found.trips, 32_768),
+        branches=functools.partial(found.branches, 32_768),
+    )
+    assert (counts.graphs, counts.waits, counts.copied) == (1, 0, 0)
+    assert counts.moved <= 1.05 * found.least(32_768)
 
 
 def test_a_delta_net_layer_solves_a_window_in_few_launches() -> None:
