@@ -25,7 +25,6 @@ LONG_FILES = {
 LONG_BODIES = {
     "jaxdraft.checkpoint.config.target_json",
     "jaxdraft.draft.mtp.MtpDrafter.propose",
-    "jaxdraft.kernels.attention._share_kernel",
     "jaxdraft.nn.attention.attend",
 }
 CYCLES = {

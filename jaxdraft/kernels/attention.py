@@ -249,35 +249,15 @@ def _share_kernel(
     )
     at = plgpu.load(positions.at[b, step], mask=real, other=-1)
 
-    def absorb(running: _Running, key: jax.Array, k: jax.Array, v: jax.Array) -> _Running:
-        return _absorb(running, q, at, key, k, v, plan)
-
     def over_cache(index: jax.Array, running: _Running) -> _Running:
         key = iota(plan.keys, low + index * plan.keys)
-        # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
-        column, slot = rem(div(key, plan.slots), plan.columns), rem(key, plan.slots)
-        if plan.dense:
-            page = jnp.where(key < high, b * plan.columns + column, plan.pages)
-        else:
-            page = plgpu.load(refs[0].at[b, column], mask=key < high, other=plan.pages)
-        there = page < plan.pages  # no page is 2**30
-        key, page = jnp.where(there, key, -1), jnp.where(there, page, 0)
-        place = (page[:, None], group, slot[:, None], channel[None, :])
-        mask = there[:, None] & inside[None, :]
-        k = plgpu.load(keys.at[place], mask=mask, other=0)
-        v = plgpu.load(values.at[place], mask=mask, other=0)
-        return absorb(running, key, k, v)
+        tables = () if plan.dense else refs[:1]
+        found = _cached_keys((keys, values, *tables), b, group, key, key < high, channel, plan)
+        return _absorb(running, q, at, *found, plan)
 
     def over_block(_: jax.Array, running: _Running) -> _Running:
-        block_keys, block_values, block_positions = refs[0 if plan.dense else 1 :][:3]
-        piece, rest = _block_index(block_keys, plan)
-        there = iota(piece.shape[0]) < plan.block
-        key = plgpu.load(block_positions.at[b, piece, rest], mask=there, other=-1)
-        place = (b, piece[:, None], group, rest[:, None], channel[None, :])
-        mask = (key >= 0)[:, None] & inside[None, :]
-        k = plgpu.load(block_keys.at[place], mask=mask, other=0)
-        v = plgpu.load(block_values.at[place], mask=mask, other=0)
-        return absorb(running, key, k, v)
+        block = refs[0 if plan.dense else 1 :][:3]
+        return _absorb(running, q, at, *_block_keys(block, b, group, channel, plan), plan)
 
     low, high, tiles = _bounds(positions, first, end, b, plan)
     running = (
@@ -307,11 +287,43 @@ def _share_kernel(
         plgpu.store(totals.at[place], total, mask=mask)
 
 
-def _block_index(block_keys: Any, plan: _Plan) -> tuple[jax.Array, jax.Array]:
-    """Chunk and slot of every key beside the cache: [B, C, G, S, H] read as C * S keys."""
-    index = jnp.minimum(iota(power_of_two(plan.block, least=LEAST)), plan.block - 1)
-    slots = block_keys.shape[3]
-    return div(index, slots), rem(index, slots)
+def _cached_keys(
+    refs: tuple[Any, ...],
+    b: jax.Array,
+    group: jax.Array,
+    key: jax.Array,
+    used: jax.Array,
+    channel: jax.Array,
+    plan: _Plan,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A tile's positions, -1 where no key lies, and its keys and values, zero there."""
+    # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
+    column, slot = rem(div(key, plan.slots), plan.columns), rem(key, plan.slots)
+    if plan.dense:
+        page = jnp.where(used, b * plan.columns + column, plan.pages)
+    else:
+        page = plgpu.load(refs[2].at[b, column], mask=used, other=plan.pages)
+    there = page < plan.pages  # no page is 2**30
+    key, page = jnp.where(there, key, -1), jnp.where(there, page, 0)
+    place = (page[:, None], group, slot[:, None], channel[None, :])
+    mask = there[:, None] & (channel < plan.config.head_dim)[None, :]
+    k, v = (plgpu.load(ref.at[place], mask=mask, other=0) for ref in refs[:2])
+    return key, k, v
+
+
+def _block_keys(
+    refs: tuple[Any, ...], b: jax.Array, group: jax.Array, channel: jax.Array, plan: _Plan
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same of the keys beside the cache: [B, C, G, S, H] read as C * S keys."""
+    index = iota(power_of_two(plan.block, least=LEAST))
+    there = index < plan.block
+    index = jnp.minimum(index, plan.block - 1)
+    chunk, slot = div(index, refs[0].shape[3]), rem(index, refs[0].shape[3])
+    key = plgpu.load(refs[2].at[b, chunk, slot], mask=there, other=-1)
+    place = (b, chunk[:, None], group, slot[:, None], channel[None, :])
+    mask = (key >= 0)[:, None] & (channel < plan.config.head_dim)[None, :]
+    k, v = (plgpu.load(ref.at[place], mask=mask, other=0) for ref in refs[:2])
+    return key, k, v
 
 
 def _absorb(

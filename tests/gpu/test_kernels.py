@@ -104,6 +104,14 @@ def test_attention_is_two_launches(
     assert compiled.temporary <= 32 * sums + 4096
 
 
+def test_vmap_adds_no_launch() -> None:
+    run, arguments = attention(TARGET, 8, jnp.bfloat16, "dense")
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), arguments)
+    compiled = gpu_compile.compile_for(gpu_compile.CARDS["h200"], jax.jit(jax.vmap(run)), many)
+    assert compiled.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
+    assert "while" not in compiled.thunks.lower()
+
+
 def test_a_t4_is_refused_by_the_compiler() -> None:
     run, arguments = attention(SMALL, 4, jnp.float16, "sliding")
     with pytest.raises(jax.errors.JaxRuntimeError, match="Ampere"):
