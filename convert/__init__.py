@@ -28,22 +28,18 @@ from convert.report import Report
 from jaxdraft.config import DrafterKind
 
 if TYPE_CHECKING:
-    from convert.artifact.inspect import inspect_artifact
-    from convert.artifact.load import load_artifact
-    from convert.checkpoint.inspect import inspect_checkpoint
-    from convert.checkpoint.load import load_checkpoint
+    from convert.artifact.inspect import inspect_artifact as inspect_artifact
+    from convert.artifact.load import load_artifact as load_artifact
+    from convert.checkpoint.inspect import inspect_checkpoint as inspect_checkpoint
+    from convert.checkpoint.load import load_checkpoint as load_checkpoint
 
 __all__ = [
     "ArtifactError",
     "Loaded",
     "Report",
     "drafter_kinds",
-    "inspect_artifact",
-    "inspect_checkpoint",
     "inspect_folder",
     "is_checkpoint",
-    "load_artifact",
-    "load_checkpoint",
     "load_folder",
 ]
 
@@ -53,7 +49,7 @@ _LAZY = {
     "load_artifact": "convert.artifact.load",
     "load_checkpoint": "convert.checkpoint.load",
 }
-"""Functions, and the modules that are imported when one is first used."""
+"""Functions of one wing, and the modules that are imported when one is first used."""
 
 
 def __getattr__(name: str) -> Any:
