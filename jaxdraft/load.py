@@ -57,8 +57,8 @@ def load(
         comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`); "none": none is read, whatever
         there is. Default: the first there is of DFlash2, DSpark and MTP. An artifact has one at
         most.
-      kernels: "xla", or "pallas" for GPU kernels that nobody has run on a GPU yet; see
-        :mod:`jaxdraft.kernels`. Default: what ``JAXDRAFT_KERNELS`` says, or else "xla".
+      kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
+        :mod:`jaxdraft.kernels`. Default: the environment variable ``JAXDRAFT_KERNELS``, or "xla".
       progress: called with (bytes done, bytes in all, what is being read).
 
     Returns:

@@ -1,4 +1,4 @@
-"""GPU kernels in Pallas, each a drop-in for a function of ``nn``. Nobody has run them on a GPU yet.
+"""GPU kernels in Pallas, drop-ins for functions of ``nn``. They never ran on a GPU yet.
 
 They are compiled through Triton for NVIDIA GPUs of compute capability 8.0 and later, and the tests
 count what comes out of the compiler. No time of theirs was ever measured. Therefore the XLA path is
