@@ -149,14 +149,16 @@ class Program:
           branches: branches that conditionals take.
           part: the end of a source line, for example ``"generate.py body"``. Default: everything.
         """
-        thunks = self.thunks if part is None else self._loop(part).parts["body"]
-        return self._count(thunks, trips, branches, inside=False)
+        return self._count(self._part(part), trips, branches, inside=False)
 
-    def lines(self, trips: Trips, branches: Branches = _largest) -> list[tuple[str, Counts]]:
+    def lines(
+        self, trips: Trips, part: str | None = None, branches: Branches = _largest
+    ) -> list[tuple[str, Counts]]:
         """Return counts by the source line that a launch comes from, most launches first.
 
         Args:
           trips: as for :meth:`count`.
+          part: as for :meth:`count`.
           branches: as for :meth:`count`.
         """
         found: dict[str, Counts] = {}
@@ -171,13 +173,13 @@ class Program:
                     taken = list(thunk.parts.values())
                     if thunk.kind == "kConditional":
                         taken = [self._branch(thunk, branches)]
-                    for part in taken:
-                        visit(part, times * passes)
+                    for inner in taken:
+                        visit(inner, times * passes)
                 else:
                     source = self.module.source(self._instruction(thunk))
                     found.setdefault(source, Counts()).add(self._launch(thunk, trips), times)
 
-        visit(self.thunks, 1)
+        visit(self._part(part), 1)
         return sorted(found.items(), key=lambda item: -item[1].launches)
 
     def loops(self) -> Iterator[tuple[Thunk, str]]:
@@ -186,12 +188,14 @@ class Program:
             if thunk.kind == "kWhile":
                 yield thunk, self.module.source(self._instruction(thunk))
 
-    def _loop(self, part: str) -> Thunk:
+    def _part(self, part: str | None) -> list[Thunk]:
+        if part is None:
+            return self.thunks
         found = [thunk for thunk, source in self.loops() if _matches(source, part)]
         if len(found) != 1:
             names = [source for _, source in self.loops()]
             raise ValueError(f"found {len(found)} loops {part!r} among {names}; expected one")
-        return found[0]
+        return found[0].parts["body"]
 
     def _instruction(self, thunk: Thunk) -> Instruction:
         return self.module[self.compiled.thunk_names[thunk.number]]

@@ -116,6 +116,10 @@ class Module:
     def __getitem__(self, name: str) -> Instruction:
         return self._by_name[name]
 
+    def instructions(self) -> Iterator[Instruction]:
+        """Return all instructions of all computations."""
+        return iter(self._by_name.values())
+
     def fused(self, op: Instruction) -> dict[str, Instruction]:
         """Return the instructions inside a fusion."""
         called = op.attribute("calls")

@@ -21,7 +21,7 @@ from speed_table import DRAFTS, drafter_27b, target_27b
 from jaxdraft import Drafter
 from jaxdraft import round as rounds
 from jaxdraft.base import Truncation
-from jaxdraft.config import TargetConfig
+from jaxdraft.config import MoeConfig, TargetConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
@@ -35,6 +35,9 @@ from jaxdraft.state import paged
 
 STOPS = 4
 """Stop ids of a row."""
+
+PREFILL_LOOP = "round.py prefill"
+"""Source of the loop over the chunks of a prompt."""
 
 _LOOKED_UP = ("embed", "rotary", "predecessor", "successor")
 """Parts of the names of tables of which a program reads single rows."""
@@ -50,6 +53,33 @@ class Case:
     least: Callable[[int], int]  # length of the text -> bytes that the program cannot do without
     trips: Callable[[int, str], int]  # length, source line of a loop -> its passes
     branches: Callable[[int, str, int], int | None]  # length, source, number -> the one taken
+    part: str | None = None  # the loop of which one pass is counted; None: the whole program
+
+
+def _dense(config: TargetConfig) -> TargetConfig:
+    kinds = ("attention",) * len(config.layers)
+    return replace(config, layers=kinds, delta_net=None)
+
+
+def _sliding(config: TargetConfig) -> TargetConfig:
+    """Three of four layers have a window of 1,024."""
+    assert config.attention is not None
+    kinds = tuple("sliding" if i % 4 < 3 else "attention" for i in range(len(config.layers)))
+    window = replace(config.attention, window=1024)
+    return replace(config, layers=kinds, delta_net=None, sliding=window)
+
+
+def _moe(config: TargetConfig) -> TargetConfig:
+    return replace(config, mlp=MoeConfig(experts=256, active=8, hidden=512, shared_hidden=512))
+
+
+MODELS: dict[str, Callable[[TargetConfig], TargetConfig]] = {
+    "hybrid": lambda config: config,
+    "dense": _dense,
+    "sliding": _sliding,
+    "moe": _moe,
+}
+"""Targets of the width of 27B: the hybrid itself, and others made of it."""
 
 
 def config_27b(layers: int, context: int) -> TargetConfig:
@@ -118,6 +148,20 @@ def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules
     )
 
 
+def prefill(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules) -> Case:
+    """Run a prompt of ``capacity`` tokens; :data:`PREFILL_LOOP` is the loop over its chunks."""
+    start = functools.partial(rounds.prefill, capacity=capacity, chunk=PREFILL_CHUNK)
+    return Case(
+        jax.jit(start),
+        (target, drafter, _integers(1, capacity), _integers(1), rules),
+        _weights(target, drafter),
+        functools.partial(_least_prefill, target, drafter),
+        functools.partial(_trips, PREFILL_CHUNK, drafter.draft_tokens),
+        functools.partial(_branch, PREFILL_CHUNK, capacity),
+        part=PREFILL_LOOP,
+    )
+
+
 def greedy_rules() -> Rules:
     """Return the rules of one greedy row."""
     number = jnp.zeros((1,), jnp.int32)
@@ -143,8 +187,14 @@ PROGRAMS = (
     "round:dspark",
     "sampled:mtp",
     "sampled:dflash2",
+    "prefill:dflash2",
+    "step@dense",
+    "verify@dense",
+    "verify@sliding",
+    "step@moe",
+    "verify@moe",
 )
-"""Names for :func:`case`: what runs, and with which drafter."""
+"""Names for :func:`case`: what runs, with which drafter, and in which of ``MODELS``."""
 
 
 def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: str = XLA) -> Case:
@@ -162,13 +212,16 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: st
     """
     if name not in PROGRAMS:
         raise ValueError(f"program is {name!r}; expected one of {', '.join(PROGRAMS)}")
+    name, _, model = name.partition("@")
     what, _, drafter = name.partition(":")
-    config = config_27b(layers, context=max(16384, capacity))
-    model = model_27b(config, drafter or "none", dtype)
-    target, drafts = choice.apply(model, kernels)
+    config = MODELS[model or "hybrid"](config_27b(layers, context=max(16384, capacity)))
+    both = model_27b(config, drafter or "none", dtype)
+    target, drafts = choice.apply(both, kernels)
     if what in ("round", "sampled"):
         rules = greedy_rules() if what == "round" else sampled_rules()
         return decoding_round(target, drafts, capacity, rules)
+    if what == "prefill":
+        return prefill(target, drafts, capacity, greedy_rules())
     return window(target, 1 if what == "step" else 1 + DRAFTS, capacity)
 
 
@@ -210,9 +263,15 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
 
     An MTP head runs once per draft and reads the target's head every time.
     """
-    del rows
     config = target.config
     total = _size(target.decoder) + 2 * _size(jax.eval_shape(lambda: target.init_recurrent(1)))
+    if isinstance(config.mlp, MoeConfig):
+        unused = max(0, config.mlp.experts - rows * config.mlp.active)
+        each = 3 * config.width * config.mlp.hidden * jnp.dtype(target.dtype).itemsize
+        total -= len(config.layers) * unused * each
+    if (shape := config.sliding) is not None:
+        seen = min(length, shape.window)
+        total += config.count("sliding") * _cached(shape, target.dtype, seen)
     if (shape := config.attention) is not None:
         total += config.count("attention") * _cached(shape, target.dtype, length)
     if isinstance(drafter, MtpDrafter):
@@ -226,6 +285,19 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
         seen = min(length, shape.window) if drafter.config.windowed else length
         total += _size(drafter.backbone) + _size(drafter.head)
         total += drafter.config.layers * _cached(shape, drafter.dtype, seen)
+    return total
+
+
+def _least_prefill(target: DecoderTarget, drafter: Drafter, length: int) -> int:
+    """What :func:`_least` says, of a chunk of a prompt: without heads, and no block is run.
+
+    Of a block drafter a chunk reads what makes keys and values of the target's rows.
+    """
+    total = _least(target, None, PREFILL_CHUNK, length) - _size(target.decoder.params["head"])
+    if isinstance(drafter, BlockDrafter):
+        params = drafter.backbone.params
+        total += _size(params["fc"])
+        total += sum(_size(layer["kv"]) for layer in params["layers"].values())
     return total
 
 

@@ -66,14 +66,14 @@ def rows_of(
     for length in lengths:
         trips = functools.partial(program_case.trips, length)
         branches = functools.partial(program_case.branches, length)
-        count = program.count(trips, branches=branches)
+        count = program.count(trips, program_case.part, branches)
         least = program_case.least(length)
         cells = [name, f"{length:,}", f"{count.launches:,}", f"{count.graphs:,}"]
         cells += [f"{count.waits:,}", _giga(count.moved), _giga(least)]
         cells += [f"{count.moved / least:.2f}", _giga(count.joined), _giga(count.rewritten)]
         cells += [_giga(count.copied), f"{compiled.temporary / 1e6:.0f}"]
         rows.append([*cells, f"{compiled.seconds:.0f}"])
-        for source, part in program.lines(trips, branches)[:lines]:
+        for source, part in program.lines(trips, program_case.part, branches)[:lines]:
             print(f"{part.launches:8,} launches {part.moved / 1e6:12,.1f} MB  {source}")
     return rows
 

@@ -25,10 +25,12 @@ static. They cross ``jit`` as arguments like any array, and no weight is baked i
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 from flax import struct
+from jax.typing import DTypeLike
 
 if TYPE_CHECKING:
     from jaxdraft.state.budget import DrafterCost
@@ -249,6 +251,14 @@ class Drafter(Protocol):
         ...
 
 
+class Head(NamedTuple):
+    """The last step of a target's forward pass, from a hidden row to logits, on its own."""
+
+    width: int  # D, of ``TargetOutput.hidden``
+    dtype: DTypeLike  # of ``TargetOutput.hidden``
+    logits: Callable[[jax.Array], jax.Array]  # [B, 1, D] -> [B, 1, V] float32
+
+
 class TargetDefaults:
     """The optional members of a target, with their defaults. Inherit them, or write your own.
 
@@ -269,6 +279,14 @@ class TargetDefaults:
         del pages
         part = cast(Target, self)
         return part.init(batch, min(columns * page_size, part.context_length))
+
+    @property
+    def head(self) -> Head | None:
+        """The head alone, so that a prompt of many chunks pays for it once.
+
+        By default there is none, and the logits of every chunk are computed.
+        """
+        return None
 
     def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
         """Start rows behind positions whose pages are filled already.

@@ -133,6 +133,21 @@ def forward(
     return out
 
 
+def check_logits(target: Target, logits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return what a target's head returned, if its form is right.
+
+    Args:
+      target: the target.
+      logits: what its head returned.
+      shape: the shape that it must have.
+
+    Raises:
+      ValueError: the logits are no float32 array of this shape.
+    """
+    _check(f"{type(target).__name__}.head", "logits", logits, shape, jnp.float32)
+    return logits
+
+
 def commit(target: Target, tentative: Any, count: jax.Array, state: Any) -> Any:
     """Call :meth:`jaxdraft.base.Target.commit`; its result has the form of ``state``.
 

@@ -26,6 +26,7 @@ from jaxdraft.base import (
     Target,
     TargetOutput,
     full_drafter,
+    full_target,
 )
 from jaxdraft.ranking import largest_first
 from jaxdraft.sampling import History, SamplingRules
@@ -129,17 +130,18 @@ def prefill(
         offset, last, state = carry
         part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
         count = jnp.clip(lengths - offset, 0, chunk)
-        state, logits = read(target, drafter, state, part, count)
-        return offset + chunk, jnp.where((count > 0)[:, None, None], logits, last), state
+        state, row = read(target, drafter, state, part, count)
+        return offset + chunk, jnp.where((count > 0)[:, None, None], row, last), state
 
-    logits = jnp.zeros((batch, 1, target.vocab_size), jnp.float32)
-    start = (jnp.asarray(0, jnp.int32), logits, state)
+    head = full_target(target).head
+    width, dtype = (target.vocab_size, jnp.float32) if head is None else head[:2]
+    start = (jnp.asarray(0, jnp.int32), jnp.zeros((batch, 1, width), dtype), state)
     longest = jnp.max(lengths, initial=0)
     if size <= chunk:
-        _, logits, state = run(start)
+        _, last, state = run(start)
     else:
-        _, logits, state = lax.while_loop(lambda c: c[0] < longest, run, start)
-    return begin(drafter, state, logits, rules, logprobs=logprobs)
+        _, last, state = lax.while_loop(lambda c: c[0] < longest, run, start)
+    return begin(drafter, state, logits_after(target, last), rules, logprobs=logprobs)
 
 
 def empty(target: Any, drafter: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
@@ -181,7 +183,8 @@ def read(
       count: [B] int32, 0..T.
 
     Returns:
-      The state, and the logits after each row's last token, [B, 1, V]; of rows that read something.
+      The state, and what :func:`logits_after` takes, of rows that read something: the hidden row of
+      each row's last token [B, 1, D], or else the logits after it [B, 1, V].
     """
     batch, size = state.tokens.shape
     step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -189,7 +192,8 @@ def read(
     text = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
         tokens, mode="drop"
     )
-    out = guard.forward(target, tokens, count, state.target, jnp.maximum(count - 1, 0))
+    last = jnp.maximum(count - 1, 0)
+    out = guard.forward(target, tokens, count, state.target, last)
     zeros = jnp.zeros((batch,), jnp.int32)
     feed = _feed(out, tokens, count, state.length, zeros, zeros)
     stats = replace(state.stats, target_forwards=state.stats.target_forwards + 1)
@@ -201,7 +205,32 @@ def read(
         length=state.length + count,
         stats=stats,
     )
-    return state, out.logits
+    if full_target(target).head is None:
+        return state, out.logits
+    assert out.hidden is not None, "a target with a head gives its hidden rows"
+    # The logits are not used, and so are not computed.
+    return state, jnp.take_along_axis(out.hidden, last[:, None, None], axis=1, mode="clip")
+
+
+def logits_after(target: Target, last: jax.Array, needed: jax.Array | None = None) -> jax.Array:
+    """The logits [B, 1, V] float32 after what was read.
+
+    Args:
+      target: the target.
+      last: see :func:`read`.
+      needed: [] bool: whether they are needed; otherwise they are zeros. Default: they are.
+    """
+    head = full_target(target).head
+    if head is None:
+        return last
+    shape = (last.shape[0], 1, target.vocab_size)
+    if needed is None:
+        return guard.check_logits(target, head.logits(last), shape)
+    return lax.cond(
+        needed,
+        lambda: guard.check_logits(target, head.logits(last), shape),
+        lambda: jnp.zeros(shape, jnp.float32),
+    )
 
 
 def begin(

@@ -251,13 +251,14 @@ def run_chunk(
         row lost its place and stands in ``state.tokens`` already.
     """
     part, mine = _gather(state, rules, batch, where)
-    part, logits = rounds.read(target, drafter, part, tokens, count)
+    part, last = rounds.read(target, drafter, part, tokens, count)
+    logits = rounds.logits_after(target, last, needed=jnp.any(begins))
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
     part, first = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
-    last = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
+    told = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
     part = replace(
         part,
-        anchor=jnp.where(resumes, last, part.anchor),
+        anchor=jnp.where(resumes, told, part.anchor),
         length=part.length + resumes.astype(jnp.int32),
         status=jnp.where(resumes, Status.RUNNING, part.status).astype(jnp.int32),
     )

@@ -283,8 +283,9 @@ class Runner:
             )
             state = programs.bound(state, batch)
             zeros = jnp.zeros((self.batch, 1), jnp.int32)
-            state, logits = rounds.read(self.target, self.drafter, state, zeros, zeros[:, 0])
-            return rounds.propose(self.drafter, state, rules, vocab_size=logits.shape[-1])[0]
+            state, _ = rounds.read(self.target, self.drafter, state, zeros, zeros[:, 0])
+            vocab = self.target.vocab_size
+            return rounds.propose(self.drafter, state, rules, vocab_size=vocab)[0]
 
         return jax.eval_shape(ask, shape).proposal.support
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax.typing import DTypeLike
 
-from jaxdraft.base import TargetOutput
+from jaxdraft.base import Head, TargetOutput
 from jaxdraft.config import TargetConfig
 from jaxdraft.nn.attention import Attention, attend
 from jaxdraft.nn.delta_net import DeltaNet
@@ -183,6 +183,11 @@ class DecoderTarget:
     def context_length(self) -> int:
         """Positions of the rotary table."""
         return self.config.context_length
+
+    @property
+    def head(self) -> Head:
+        """See :attr:`jaxdraft.base.TargetDefaults.head`."""
+        return Head(self.config.width, self.dtype, self.decoder().logits)
 
     def init(self, batch: int, capacity: int) -> DecoderState:
         """An empty state: one page a row with room for ``capacity`` positions and scratch rows.

@@ -37,9 +37,11 @@ class Mlp(nnx.Module):
 class Moe(nnx.Module):
     """Softmax over E experts, the best k kept and renormalised, plus a gated shared expert.
 
-    Source: ``com.microsoft.MoE`` (swiglu, normalize_routing_weights = 1) and ``GatedAdd``. Every
-    expert runs over every row and the weights select: with few rows that costs less than sorting
-    them, and no token is ever dropped for capacity.
+    No row is sorted and none is dropped for capacity. Other than on CPUs, few rows read the experts
+    that they chose and no others; more rows, and all rows on CPUs, run through every expert, and
+    the weights select.
+
+    Source: ``com.microsoft.MoE`` (swiglu, normalize_routing_weights = 1) and ``GatedAdd``.
     """
 
     def __init__(self, width: int, config: MoeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -64,17 +66,58 @@ class Moe(nnx.Module):
         probability = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(probability, c.active)
         best = best / jnp.sum(best, axis=-1, keepdims=True)
-        weight = jnp.sum(
-            jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * best[..., None], axis=1
-        )  # [rows, E]
-        exact = precision(rows.dtype)
-        inner = jnp.einsum("eid,td->eti", self.gate_up[...], rows, precision=exact)
-        gate, up = jnp.split(inner, 2, axis=-1)
-        active = jax.nn.silu(gate) * up * weight.T[..., None].astype(rows.dtype)
-        y = jnp.einsum("edi,eti->td", self.down[...], active, precision=exact)
+        experts = (rows, best, chosen, self.gate_up[...], self.down[...])
+        if rows.shape[0] * c.active < c.experts:
+            y = jax.lax.platform_dependent(*experts, cpu=_all_experts, default=_chosen_experts)
+        else:
+            y = _all_experts(*experts)
         if c.shared_hidden:
             y = y + self.shared(rows) * jax.nn.sigmoid(self.shared_gate(rows))
         return y.reshape(x.shape)
+
+
+def _all_experts(
+    rows: jax.Array, share: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Run every expert over every row.
+
+    Args:
+      rows: [R, D].
+      share: [R, k] float32, the weights of the experts of each row.
+      chosen: [R, k] int32, which they are.
+      gate_up: [E, 2 I, D].
+      down: [E, D, I].
+
+    Returns:
+      [R, D].
+    """
+    which = jax.nn.one_hot(chosen, gate_up.shape[0], dtype=jnp.float32)
+    weight = jnp.sum(which * share[..., None], axis=1)  # [R, E]
+    exact = precision(rows.dtype)
+    inner = jnp.einsum("eid,td->eti", gate_up, rows, precision=exact)
+    gate, up = jnp.split(inner, 2, axis=-1)
+    active = jax.nn.silu(gate) * up * weight.T[..., None].astype(rows.dtype)
+    return jnp.einsum("edi,eti->td", down, active, precision=exact)
+
+
+def _chosen_experts(
+    rows: jax.Array, share: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Compute the same from the experts that were chosen alone.
+
+    Written as sums and not as products: XLA's GPU compiler reads a gathered matrix where it lies
+    when a sum follows, and copies it for a product.
+    """
+
+    def product(matrices: jax.Array, vectors: jax.Array) -> jax.Array:  # [E, X, Y], [R k, Y]
+        picked = jnp.take(matrices, chosen.reshape(-1), axis=0, mode="clip").astype(jnp.float32)
+        summed = jnp.sum(picked * vectors[:, None].astype(jnp.float32), axis=-1)
+        return summed.astype(rows.dtype)  # [R k, X]
+
+    gate, up = jnp.split(product(gate_up, jnp.repeat(rows, chosen.shape[1], axis=0)), 2, axis=-1)
+    active = jax.nn.silu(gate) * up * share.reshape(-1, 1).astype(rows.dtype)
+    each = product(down, active).reshape(*chosen.shape, -1)  # [R, k, D]
+    return jnp.sum(each.astype(jnp.float32), axis=1).astype(rows.dtype)
 
 
 def feed_forward(

@@ -39,10 +39,14 @@ def program(name: str) -> gpu_count.Program:
 
 def count(name: str, length: int) -> gpu_count.Counts:
     trips = functools.partial(case(name).trips, length)
-    return program(name).count(trips, branches=functools.partial(case(name).branches, length))
+    branches = functools.partial(case(name).branches, length)
+    return program(name).count(trips, case(name).part, branches)
 
 
-@pytest.mark.parametrize("name", gpu_models.PROGRAMS)
+ROUNDS = ["step", "verify", "round:mtp", "round:dflash2", "round:dspark", "sampled:dflash2"]
+
+
+@pytest.mark.parametrize("name", [*ROUNDS, "verify@moe"])
 def test_no_weight_and_no_cache_is_copied(name: str) -> None:
     counts = count(name, 8192)
     assert counts.joined == 0
@@ -129,3 +133,22 @@ def test_a_round_with_kernels_reads_the_keys_in_use(length: int) -> None:
         strict=True,
     )
     assert counts[1] - counts[0] <= 1.05 * (least[1] - least[0])
+
+
+def test_chunks_of_a_prompt_read_no_head_and_copy_no_weight() -> None:
+    name = "prefill:dflash2"
+    counts = count(name, 512)
+    head = case(name).arguments[1].head
+    assert counts.joined == counts.rewritten == 0
+    assert counts.moved < case(name).least(512) + head.size * head.dtype.itemsize
+
+
+def test_experts_that_no_row_chose_are_not_read() -> None:
+    assert count("verify@moe", 512).moved <= 1.05 * case("verify@moe").least(512)
+
+
+def test_the_thresholds_of_a_sampled_round_sort_no_vocabulary() -> None:
+    """At most 8,192 scores of each of eight rows, where the vocabulary has 248,320."""
+    sorts = [op for op in program("sampled:dflash2").module.instructions() if op.opcode == "sort"]
+    assert sorts
+    assert max(op.bytes for op in sorts) <= 8 * 8192 * (4 + 4)
