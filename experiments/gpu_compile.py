@@ -11,11 +11,12 @@ before tuning (fusions, copies, loops, CUDA graphs) is what a device would run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,26 @@ def compile_for(
     with tempfile.TemporaryDirectory() as folder:
         told = {"xla_gpu_autotune_level": "0", "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
-        compiled = lowered.compile(compiler_options={**told, **(options or {})})
+        with _nothing_kept():
+            compiled = lowered.compile(compiler_options={**told, **(options or {})})
         seconds = time.perf_counter() - start
         # A program too short for a CUDA graph has only the first list.
         thunks = _largest(folder, "*.thunk_sequence_after_thunk_passes.txt", "*.thunk_sequence.txt")
         names = _thunk_names(_largest(folder, "*.thunk_metadata.txt"))
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return Compiled(compiled.as_text(), thunks, names, temporary, seconds)
+
+
+@contextlib.contextmanager
+def _nothing_kept() -> Generator[None]:
+    """Keep programs out of JAX's cache on disk, which could not load them without a GPU."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _topology(card: Card) -> Any:

@@ -248,7 +248,8 @@ class Program:
             read -= self._unread(op, trips(KEYS))
         count = Counts(launches=1, read=read, written=written)
         if written >= LARGE and not self.module.contains(op, "dot"):
-            if any(self._is_weight(name) for name in op.operands):
+            reads = zip(op.operands, self.module.reads(op), strict=True)
+            if any(self._is_weight(name, bytes_read) for name, bytes_read in reads):
                 if self.module.contains(op, "concatenate"):
                     count.joined = read + written
                 else:
@@ -269,9 +270,11 @@ class Program:
             unread += cache.bytes * max(0, pages * slots - used) // (pages * slots)
         return unread
 
-    def _is_weight(self, name: str) -> bool:
+    def _is_weight(self, name: str, bytes_read: int) -> bool:
+        """Whether this is a weight of which a launch reads half or more, and not some rows."""
         op = self.module[name]
-        return op.bytes >= LARGE and self.module.parameter(op) in self.weights
+        most = 2 * bytes_read >= op.bytes >= LARGE
+        return most and self.module.parameter(op) in self.weights
 
     def _only_moves(self, op: Instruction) -> bool:
         if op.opcode != "fusion":

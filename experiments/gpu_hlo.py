@@ -166,11 +166,19 @@ class Module:
             else:
                 return None
 
+    def reads(self, op: Instruction) -> list[int]:
+        """Return the bytes that one launch reads of each of its operands."""
+        if op.opcode == "fusion":
+            found = dict(_read(self.fused(op)))
+            return [found[number] for number in range(len(op.operands))]
+        if op.opcode in _SLICES:
+            return [op.bytes] + [self[name].bytes for name in op.operands[1:]]
+        return [self[name].bytes for name in op.operands]
+
     def moved(self, op: Instruction) -> tuple[int, int]:
         """Return the bytes that one launch reads and writes."""
         if op.opcode == "fusion":
-            inner = self.fused(op)
-            return sum(_read(inner)), sum(_written(inner))
+            return sum(self.reads(op)), sum(_written(self.fused(op)))
         if op.opcode == "dynamic-update-slice":
             update = self[op.operands[1]].bytes
             return update, update
@@ -178,7 +186,7 @@ class Module:
             return op.bytes, op.bytes
         if op.opcode in ("while", "conditional", "call"):
             return 0, 0
-        read = sum(self[name].bytes for name in op.operands)
+        read = sum(self.reads(op))
         if op.opcode == "custom-call":  # without a library's scratch: a flat array of s8
             return read, shape_bytes(re.sub(r"s8\[\d+\]", "", op.shape))
         return read, op.bytes
@@ -218,7 +226,7 @@ def _called(op: Instruction) -> list[str]:
     return [name for key in keys if (name := op.attribute(key))]
 
 
-def _read(inner: dict[str, Instruction]) -> Iterator[int]:
+def _read(inner: dict[str, Instruction]) -> Iterator[tuple[int, int]]:
     """Return the bytes read per parameter of a fusion: only the slices of sliced ones."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for op in inner.values():
@@ -239,9 +247,9 @@ def _read(inner: dict[str, Instruction]) -> Iterator[int]:
         sliced = [u for u, via in found if u.opcode in _SLICES and u.operands[0] == via]
         updated = [u for u, via in found if u.opcode in _UPDATES and u.operands[0] == via]
         if found and len(sliced) + len(updated) == len(found):
-            yield sum(min(u.bytes, op.bytes) for u in sliced)
+            yield int(op.inside), sum(min(u.bytes, op.bytes) for u in sliced)
         else:
-            yield op.bytes
+            yield int(op.inside), op.bytes
 
 
 def _written(inner: dict[str, Instruction]) -> Iterator[int]:

@@ -21,7 +21,7 @@ from speed_table import DRAFTS, drafter_27b, target_27b
 from jaxdraft import Drafter
 from jaxdraft import round as rounds
 from jaxdraft.base import Truncation
-from jaxdraft.config import MoeConfig, TargetConfig
+from jaxdraft.config import LayerKind, MoeConfig, TargetConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
@@ -57,14 +57,16 @@ class Case:
 
 
 def _dense(config: TargetConfig) -> TargetConfig:
-    kinds = ("attention",) * len(config.layers)
+    kinds: tuple[LayerKind, ...] = ("attention",) * len(config.layers)
     return replace(config, layers=kinds, delta_net=None)
 
 
 def _sliding(config: TargetConfig) -> TargetConfig:
     """Three of four layers have a window of 1,024."""
     assert config.attention is not None
-    kinds = tuple("sliding" if i % 4 < 3 else "attention" for i in range(len(config.layers)))
+    kinds: tuple[LayerKind, ...] = tuple(
+        "sliding" if i % 4 < 3 else "attention" for i in range(len(config.layers))
+    )
     window = replace(config.attention, window=1024)
     return replace(config, layers=kinds, delta_net=None, sliding=window)
 

@@ -151,4 +151,4 @@ def test_the_thresholds_of_a_sampled_round_sort_no_vocabulary() -> None:
     """At most 8,192 scores of each of eight rows, where the vocabulary has 248,320."""
     sorts = [op for op in program("sampled:dflash2").module.instructions() if op.opcode == "sort"]
     assert sorts
-    assert max(op.bytes for op in sorts) <= 8 * 8192 * (4 + 4)
+    assert max(op.bytes for op in sorts) <= 8 * 8192 * 12  # a key, a place, and XLA's own number
