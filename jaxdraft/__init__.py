@@ -91,7 +91,7 @@ __all__ = [
     "with_kernels",
 ]
 
-_SUBMODULES = ("checkpoint", "cli", "testing", "train")
+_SUBMODULES = ("checkpoint", "cli", "devices", "testing", "train")
 """Submodules that are imported when they are first used: they take time, and few programs need
 them."""
 
