@@ -125,7 +125,7 @@ def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
         _weights(target),
         functools.partial(_least, target, None, rows),
         functools.partial(_trips, rows, 0),
-        functools.partial(_branch, rows, capacity),
+        functools.partial(_branch, rows, capacity, _window(target)),
     )
 
 
@@ -146,7 +146,7 @@ def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules
         _weights(target, drafter),
         functools.partial(_least, target, drafter, rows),
         functools.partial(_trips, rows, drafter.draft_tokens),
-        functools.partial(_branch, rows, capacity),
+        functools.partial(_branch, rows, capacity, _window(target)),
     )
 
 
@@ -159,7 +159,7 @@ def prefill(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules
         _weights(target, drafter),
         functools.partial(_least_prefill, target, drafter),
         functools.partial(_trips, PREFILL_CHUNK, drafter.draft_tokens),
-        functools.partial(_branch, PREFILL_CHUNK, capacity),
+        functools.partial(_branch, PREFILL_CHUNK, capacity, _window(target)),
         part=PREFILL_LOOP,
     )
 
@@ -227,6 +227,10 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: st
     return window(target, 1 if what == "step" else 1 + DRAFTS, capacity)
 
 
+def _window(target: DecoderTarget) -> int | None:
+    return target.config.sliding.window if target.config.sliding else None
+
+
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -246,17 +250,25 @@ def _trips(rows: int, drafts: int, length: int, source: str) -> int:
     raise ValueError(f"nothing is known about the passes of the loop in {source!r}")
 
 
-def _branch(rows: int, capacity: int, length: int, source: str, number: int) -> int | None:
-    """The branch of attention that reads what is in use, and does not have to do it again."""
+def _branch(
+    rows: int, capacity: int, window: int | None, length: int, source: str, number: int
+) -> int | None:
+    """The branch of attention that reads what is in use, and does not have to do it again.
+
+    A target's layers with a window read from the page of the oldest visible key on.
+    """
     if source.endswith(" _everything"):
         return SMALLEST
     if not source.endswith(" _at_once"):
         return None
-    chunks = paged.room(capacity, PREFILL_CHUNK) // paged.CHUNK
-    lengths = reaches(chunks, whole=True)
+    first = 0
+    lengths = reaches(paged.room(capacity, PREFILL_CHUNK) // paged.CHUNK, whole=True)
+    if len(lengths) != number and window is not None:
+        lengths = reaches(-(-(window + PREFILL_CHUNK) // paged.CHUNK) + 1, whole=False)
+        first = max(length - window + 1, 0) // paged.CHUNK * paged.CHUNK
     if len(lengths) != number:
         raise ValueError(f"{source} has {number} branches; expected {len(lengths)}, for {lengths}")
-    used = -(-(length + rows) // paged.CHUNK)
+    used = -(-(length + rows - first) // paged.CHUNK)
     return sum(used > reach for reach in lengths[:-1])
 
 
