@@ -203,8 +203,15 @@ def _product_apart(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike |
     XLA's GPU compiler makes one product of several that share their rows, and concatenates their
     weights for it in every call: at 27B, 16 GB per round. Behind the barrier the rows of every
     product are an array of its own.
+
+    A single row of float16 gets a row of zeros beside it. For GPUs before Ampere the compiler has
+    no product of a matrix and one such row, and would make float32 of the matrix in every call.
     """
-    return _product(*lax.optimization_barrier((weight, rows)), out_dtype=out_dtype)
+    single = rows.shape[0] == 1 and weight.dtype == jnp.float16
+    if single:
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    weight, rows = lax.optimization_barrier((weight, rows))
+    return _product(weight, rows, out_dtype=out_dtype)[:, : 1 if single else None]
 
 
 def _rows_first(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:

@@ -138,3 +138,15 @@ def test_the_thresholds_of_a_sampled_round_sort_no_vocabulary() -> None:
     sorts = [op for op in program("sampled:dflash2").module.instructions() if op.opcode == "sort"]
     assert sorts
     assert max(op.bytes for op in sorts) <= 8 * 8192 * 12  # a key, a place, and XLA's own number
+
+
+@pytest.mark.parametrize("name", ["step", "verify"])
+def test_a_card_without_bfloat16_makes_no_float32_of_its_weights(name: str) -> None:
+    t4 = gpu_compile.CARDS["t4"]
+    found = gpu_models.case(name, layers=LAYERS, dtype=t4.dtype, capacity=CAPACITY)
+    compiled = gpu_compile.compile_for(t4, found.function, found.arguments)
+    counts = gpu_count.Program(compiled, found.weights).count(
+        functools.partial(found.trips, 512), branches=functools.partial(found.branches, 512)
+    )
+    assert (counts.graphs, counts.waits, counts.joined, counts.rewritten) == (1, 0, 0, 0)
+    assert counts.moved <= 1.05 * found.least(512)
