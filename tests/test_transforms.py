@@ -236,6 +236,8 @@ def test_an_exported_program_takes_the_model(table: Model) -> None:
     expected = jaxdraft.generate(model, ids, max_new_tokens=4).tokens
     exported = export.export(jax.jit(run))(leaves, ids)
     np.testing.assert_array_equal(exported.call(leaves, ids), expected)
+    stored = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(stored.call(leaves, ids), expected)
     whole = jax.jit(lambda m, ids: jaxdraft.generate(m, ids, max_new_tokens=4).tokens)
     np.testing.assert_array_equal(export.export(whole)(model, ids).call(model, ids), expected)
 
@@ -594,6 +596,7 @@ def test_two_devices() -> None:
         env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
+        timeout=1200,  # far more than it takes: a hang fails here, and not in CI
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "all equal", done.stdout

@@ -39,42 +39,59 @@ def everything(model: Any, ids: Any) -> list[Any]:
     return [greedy.ids(), warm.ids(), streamed, engine_tokens(model)]
 
 
-def main() -> None:
-    """Compare, and say what differs."""
-    assert len(jax.devices()) == 2, jax.devices()
-    mesh = Mesh(np.asarray(jax.devices()), ("x",))
+def check(kind: str, mesh: Mesh) -> None:
+    """Compare every way to place a model and its prompts with one device."""
     whole, split = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), ("x",)))
     second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    for kind in ("dflash2",):  # the one that took most top-k
-        model = tiny_model(kind)
-        expected = everything(model, IDS)
-        replicated = jax.device_put(model, whole)
-        assert everything(replicated, IDS) == expected, f"{kind}: replicated"
-        rows = jax.device_put(jnp.asarray(IDS), split)
-        moved = jax.device_put(model, second)
-        assert everything(moved, IDS) == expected, f"{kind}: on the second device"
+    model = tiny_model(kind)
+    expected = everything(model, IDS)
+    replicated = jax.device_put(model, whole)
+    assert everything(replicated, IDS) == expected, f"{kind}: replicated"
+    rows = jax.device_put(jnp.asarray(IDS), split)
+    moved = jax.device_put(model, second)
+    assert everything(moved, IDS) == expected, f"{kind}: on the second device"
 
-        def run(m: Any, p: jax.Array) -> jax.Array:
-            return jaxdraft.generate(m, p, max_new_tokens=4, logprobs=2).tokens
+    def run(m: Any, p: jax.Array) -> jax.Array:
+        return jaxdraft.generate(m, p, max_new_tokens=4, logprobs=2).tokens
 
-        found = jax.jit(run)(replicated, rows)
-        assert found.tolist() == expected[0], f"{kind}: split prompts"
-        mapped = jax.shard_map(
-            run, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")),
-            out_specs=PartitionSpec("x"), check_vma=False,
-        )  # fmt: skip
-        assert jax.jit(mapped)(replicated, rows).tolist() == expected[0], f"{kind}: shard_map"
-        scored = jaxdraft.score(replicated, rows).logits
-        np.testing.assert_allclose(scored, jaxdraft.score(model, IDS).logits, rtol=1e-4, atol=1e-4)
-        keys = jax.device_put(jax.random.split(jax.random.key(0), 2), split)
+    found = jax.jit(run)(replicated, rows)
+    assert found.tolist() == expected[0], f"{kind}: split prompts"
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")),
+        out_specs=PartitionSpec("x"), check_vma=False,
+    )  # fmt: skip
+    assert jax.jit(mapped)(replicated, rows).tolist() == expected[0], f"{kind}: shard_map"
+    scored = jaxdraft.score(replicated, rows).logits
+    np.testing.assert_allclose(scored, jaxdraft.score(model, IDS).logits, rtol=1e-4, atol=1e-4)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 2), split)
 
-        def draw(m: Any, key: jax.Array) -> jax.Array:
-            return jaxdraft.generate(m, IDS, max_new_tokens=4, sampling=WARM, key=key).tokens
+    def draw(m: Any, key: jax.Array) -> jax.Array:
+        return jaxdraft.generate(m, IDS, max_new_tokens=4, sampling=WARM, key=key).tokens
 
-        drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(replicated, keys)
-        for key, one in zip(jax.random.split(jax.random.key(0), 2), drawn, strict=True):
-            assert draw(model, key).tolist() == one.tolist(), f"{kind}: split keys"
-        print(kind, "equal")
+    drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(replicated, keys)
+    for key, one in zip(jax.random.split(jax.random.key(0), 2), drawn, strict=True):
+        assert draw(model, key).tolist() == one.tolist(), f"{kind}: split keys"
+    print(kind, "equal")
+
+
+def check_drafts(kind: str, mesh: Mesh) -> None:
+    """Compare sampled drafts of a replicated model with one device."""
+    model = tiny_model(kind)
+
+    def draw(m: Any) -> list[list[int]]:
+        return jaxdraft.generate(m, IDS, max_new_tokens=4, sampling=WARM, key=3).ids()
+
+    assert draw(jax.device_put(model, NamedSharding(mesh, PartitionSpec()))) == draw(model), kind
+    print(kind, "equal")
+
+
+def main() -> None:
+    """Compare two devices with one, and print the drafters that agree."""
+    assert len(jax.devices()) == 2, jax.devices()
+    mesh = Mesh(np.asarray(jax.devices()), ("x",))
+    check("dflash2", mesh)  # the drafter with the most top-k
+    for kind in ("dspark", "mtp"):
+        check_drafts(kind, mesh)
     print("all equal")
 
 
