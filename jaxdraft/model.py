@@ -36,7 +36,7 @@ class Model:
     """A target with its drafter. A pytree: pass it through ``jit`` like any array.
 
     ``jax.export`` takes it as an argument, too. It can serialize only programs whose arguments it
-    knows, so for those pass the leaves::
+    knows, so for those pass the leaves:
 
         leaves, tree = jax.tree.flatten(model)
         run = jax.jit(lambda leaves, ids: jaxdraft.generate(tree.unflatten(leaves), ids).tokens)

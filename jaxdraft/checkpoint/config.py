@@ -162,10 +162,8 @@ def target_json(
             "sliding_window": config.sliding.window,
             "use_sliding_window": True,
         }
-    quantized: Json = {}
-    if int4:
-        ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
-        quantized = {"quantization_config": quantization_json(4, ignored)}
+    ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
+    quantized = {"quantization_config": quantization_json(4, ignored)} if int4 else {}
     if not family.composite:
         known = {"architectures": [family.architecture], "model_type": family.model_type}
         return {**known, **text, **quantized}

@@ -21,7 +21,7 @@ _CHANNELS = 512
 
 
 def commit(recurrent: Any, capsule: Any, count: jax.Array, *, xla: Callable[..., Any]) -> Any:
-    """Commit rows: see :func:`jaxdraft.state.recurrent.commit`, which calls this.
+    """Commit rows: see :func:`jaxdraft.nn.delta_net.commit`, which calls this.
 
     Args:
       recurrent: the state the capsule was made from.

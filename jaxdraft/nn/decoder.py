@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.base import Head, TargetOutput
 from jaxdraft.config import TargetConfig
+from jaxdraft.nn import delta_net
 from jaxdraft.nn.attention import Attention, attend
 from jaxdraft.nn.delta_net import DeltaNet
 from jaxdraft.nn.linear import (
@@ -328,7 +329,7 @@ class DecoderTarget:
     def commit(self, state: DecoderState, count: jax.Array) -> DecoderState:
         """See :meth:`jaxdraft.base.Target.commit`."""
         recurrents = tuple(
-            recurrent.commit(m, c, count)
+            delta_net.commit(m, c, count)
             for m, c in zip(state.recurrent, state.capsules, strict=True)
         )
         pool = dataclasses.replace(state.pool, length=state.pool.length + count)

@@ -10,6 +10,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,11 +22,24 @@ from jax.typing import DTypeLike
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import delta_net as fused
+from jaxdraft.kernels import recurrent as fused_commit
 from jaxdraft.nn.linear import Linear, matmul
 from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
-from jaxdraft.state.recurrent import Capsule
+from jaxdraft.state import recurrent as states
+from jaxdraft.state.recurrent import Capsule, Recurrent
 
 _HIGHEST = lax.Precision.HIGHEST  # the state is float32 everywhere, GPUs included
+
+
+def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurrent:
+    """Commit rows in the implementation that made the capsule.
+
+    See :func:`jaxdraft.state.recurrent.commit` for the arguments and the result.
+    """
+    if capsule.implementation == PALLAS:
+        plain = replace(capsule, implementation=XLA)
+        return fused_commit.commit(recurrent, plain, count, xla=states.commit)
+    return states.commit(recurrent, capsule, count)
 
 
 def delta_rule(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-
-from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import recurrent as fused
 
 
 @struct.dataclass
@@ -25,7 +20,7 @@ class Capsule:
     key: jax.Array  # [B, T, Hk, Dk] float32, normalised
     update: jax.Array  # [B, T, Hv, Dv] float32, beta * (v - S^T k)
     rows: jax.Array  # [B, T, channels], pre-convolution
-    implementation: str = struct.field(pytree_node=False, default=XLA)
+    implementation: str = struct.field(pytree_node=False, default="xla")
     """How it is committed: see :mod:`jaxdraft.kernels`."""
 
 
@@ -63,9 +58,6 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
       capsule: T rows.
       count: [B] int32, 0..T. Zero leaves the row's state as it was, bit for bit.
     """
-    if capsule.implementation == PALLAS:
-        plain = replace(capsule, implementation=XLA)
-        return fused.commit(recurrent, plain, count, xla=commit)
     steps = capsule.log_decay.shape[1]
     kept = jnp.arange(steps, dtype=jnp.int32)[None, :] < count[:, None]  # [B, T]
     decay = jnp.where(kept[..., None], capsule.log_decay, 0.0)

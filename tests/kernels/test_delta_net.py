@@ -19,7 +19,6 @@ from jaxdraft.kernels import MAX_ROWS, PALLAS, XLA
 from jaxdraft.kernels import delta_net as fused
 from jaxdraft.nn import delta_net
 from jaxdraft.nn.delta_net import DeltaNet, Weights
-from jaxdraft.state import recurrent
 from jaxdraft.state.recurrent import Capsule, Recurrent
 from tests.examples import examples
 
@@ -47,7 +46,7 @@ def run(kernels: bool, arguments: Arguments) -> tuple[jax.Array, Capsule]:
 
 @jax.jit
 def commit(before: Recurrent, capsule: Capsule, count: jax.Array) -> Recurrent:
-    return recurrent.commit(before, capsule, count)
+    return delta_net.commit(before, capsule, count)
 
 
 def plain(capsule: Capsule) -> Capsule:
