@@ -89,10 +89,15 @@ class Decoder(nnx.Module):
         """[V, D]; the embedding itself when the two are tied."""
         return (self.embed if self.config.tied else self.head).weight[...]
 
+    @property
+    def own_head(self) -> Linear | None:
+        """The head, unless it is tied to the embedding and was not blocked."""
+        return vars(self).get("head")
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Rows after the final norm [..., D] -> [..., V] float32."""
-        if hasattr(self, "head"):
-            return self.head(hidden, out_dtype=jnp.float32)
+        if self.own_head is not None:
+            return self.own_head(hidden, out_dtype=jnp.float32)
         return matmul(hidden, self.embed.weight[...], out_dtype=jnp.float32)
 
     def __call__(
@@ -171,7 +176,7 @@ class DecoderTarget:
         """
         decoder = self.decoder()
         add_blocks(decoder)
-        if not hasattr(decoder, "head") and fits_blocks(self.vocab_size):
+        if decoder.own_head is None and fits_blocks(self.vocab_size):
             decoder.head = BlockedLinear(decoder.embed.weight[...])
         return dataclasses.replace(self, decoder=Frozen.of(decoder))
 
