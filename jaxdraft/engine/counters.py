@@ -29,7 +29,7 @@ class Counts:
 
     @classmethod
     def zeros(cls, draft_tokens: int) -> Counts:
-        """Return counters of nothing."""
+        """Return counters that are all zero."""
         place = np.zeros(draft_tokens, np.int64)
         return cls(0, 0, 0, 0, 0, place, place, np.zeros(len(NoDraft), np.int64))
 
@@ -38,7 +38,7 @@ class Counts:
         return Counts(*(getattr(self, n) + getattr(other, n) for n in names))
 
     def stats(self) -> Stats:
-        """Return them as the counters of a batch of one row."""
+        """Return these counters as those of a batch of one row."""
 
         def whole(name: str) -> Any:
             return np.asarray(getattr(self, name), np.int32)
@@ -62,11 +62,11 @@ class Counters:
     """Counters of an engine.
 
     Args:
-      draft_tokens: K.
+      draft_tokens: K, maximum number of drafts per round.
 
     Attributes:
-      total: counters of all rows that requests have left.
-      prompts: prompts whose first token was emitted.
+      total: counters of all rows that requests have already left.
+      prompts: number of prompts whose first token was emitted.
     """
 
     def __init__(self, draft_tokens: int) -> None:
@@ -74,10 +74,10 @@ class Counters:
         self.total = Counts.zeros(draft_tokens)
         self.prompts = 0
         self._forwards = np.zeros(2, np.int64)  # of target and drafter
-        self._device = self._step = np.zeros(2, np.int64)  # the device's counters, and their step
+        self._device = self._step = np.zeros(2, np.int64)  # the device's counters, last change
 
     def restart(self) -> None:
-        """Note that the device's own counters begin at zero again."""
+        """Record that the device's own counters restart at zero."""
         self._device = np.zeros(2, np.int64)
 
     def row(self, old: Counts, columns: Columns, place: int) -> Counts:
@@ -97,7 +97,7 @@ class Counters:
             self._device, self._step = forwards, step
         by_place = np.stack([columns.evaluated_at[place], columns.accepted_at[place]])
         missing = self.draft_tokens - by_place.shape[1]
-        if missing:  # a drafter that was switched off has no places
+        if missing:  # after the drafter was switched off, the report has no draft positions
             by_place = np.pad(by_place, ((0, 0), (0, missing)))
         by_place = by_place.astype(np.int64)
         return Counts(
@@ -112,11 +112,11 @@ class Counters:
         )
 
     def summary(self, running: Iterable[Counts], misses: int) -> Summary:
-        """Return all counters.
+        """Return the sum of all counters.
 
         Args:
           running: counters of the requests that have rows.
-          misses: admissions without room in the drafter's cache.
+          misses: number of admissions without room in the drafter's cache.
         """
         counts = self.total
         for more in running:

@@ -33,50 +33,50 @@ from jaxdraft.state.budget import whole
 from jaxdraft.telemetry import Summary
 
 PAGE_SIZE = 64
-"""Slots of a page where nothing else is said: prefixes are shared in steps of so many tokens."""
+"""Default number of slots per page. Prefixes are shared in steps of this many tokens."""
 
 
 class Engine:
     """Runs many requests at once, each as if it were alone.
 
-    A request has the tokens of ``generate(model, [prompt], key=key, ...)``, whatever runs beside
-    it, whenever it comes, and however often it loses its place. Shapes are few and fixed; who runs
-    is decided on the host, step by step:
+    A request yields the same tokens as ``generate(model, [prompt], key=key, ...)``, whatever runs
+    beside it, whenever it is submitted, and however often it is preempted. Shapes are few and
+    fixed. The host decides at every step which requests run:
 
         engine = jaxdraft.Engine(model, max_batch=8, memory="12GiB")
         request = engine.submit("Once upon a time", max_new_tokens=100)
         for event in engine.run():
             print(event.request.number, event.tokens, event.finish_reason)
 
-    Any thread may call any method at any time: calls take turns in the order in which they come, a
-    step being one call. Threads that wait for results share the work: one of them runs the steps,
-    the others sleep. Only the events have one reader: while a thread iterates over :meth:`run`,
-    :meth:`run` and :meth:`step` in another thread raise ``RuntimeError``, and results can be waited
-    for all the same.
+    Any thread may call any method at any time. Calls are served in the order of arrival; a step is
+    one call. Threads that wait for results share the work: one of them runs the steps while the
+    others sleep. Only the events are limited to one reader: while a thread iterates over
+    :meth:`run`, :meth:`run` and :meth:`step` in another thread raise ``RuntimeError``. Other
+    threads can still wait for results.
 
-    Targets and drafters with an ``init_pool`` share their pages; of others every row has its whole
-    state. Page tables and reference counts live here, on the host; a step gets its tables as one
-    array and never takes a page itself.
+    Targets and drafters with an ``init_pool`` share a pool of pages; for all others, every row has
+    its own full state. Page tables and reference counts are kept on the host. A step receives its
+    tables as one array and never allocates a page itself.
 
     Args:
       model: from :func:`jaxdraft.load` or ``Model.of``.
       max_batch: rows that run at once.
       memory: bytes, or a string like ``"12GiB"``, for weights and state together.
-      pages: P, instead of ``memory``. Default: all rows at full context.
-      page_size: Z.
+      pages: P, pages of the pool, instead of ``memory``. Default: all rows at full context.
+      page_size: Z, positions per page.
       context: positions of the longest sequence. Default: the model's context.
       drafter: as in :func:`jaxdraft.generate`.
       draft_tokens: as in :func:`jaxdraft.generate`.
-      chunk: the most tokens of a prompt that run in one step.
-      budget: the most prompt tokens in one step, of all requests. Default: two chunks.
-      prefix_cache: remember full pages by what they hold, and use them again.
-      checkpoints: the most states of rows that are remembered beside pages, where a prefix needs
-        one: recurrent layers, windows, MTP heads. Default: two a row if they are needed. They are
-        paid from ``memory``.
+      chunk: maximum number of tokens of one prompt per step.
+      budget: maximum number of prompt tokens per step, over all requests. Default: two chunks.
+      prefix_cache: whether full pages are cached by content and reused.
+      checkpoints: maximum number of row states cached beside pages, where a prefix needs one:
+        recurrent layers, windows, MTP heads. Default: two per row if they are needed. They count
+        towards ``memory``.
       buckets: sizes that programs are compiled for.
 
     Raises:
-      ValueError: sizes that do not fit, as :func:`jaxdraft.plan`.
+      ValueError: if the sizes do not fit, as in :func:`jaxdraft.plan`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Engine:
         )
         self._faults, self._counters = Faults(), Counters(self.draft_tokens)
         self._number, self._order = itertools.count(), itertools.count()
-        self._handles: dict[int, Request] = {}  # of requests that are not over, by number
+        self._handles: dict[int, Request] = {}  # unfinished requests, by number
         self._events: list[EngineEvent] = []  # not read yet
         self._closed = False
 
@@ -161,26 +161,29 @@ class Engine:
         keep: bool = False,
         row: int = 0,
     ) -> Request:
-        """A request that will run when there is room.
+        """Submit a request, which runs when there is room.
 
         Args:
           prompt: a string or ids.
-          max_new_tokens: tokens to emit.
-          stop_ids: tokens that end it; they are emitted. Default: the model's; ``()``: none.
-          draft_limit: the most drafts it may use in a round; 0: none.
-          max_length: the longest sequence, prompt included. Default: the engine's context.
-          sampling: how tokens are chosen; see :class:`jaxdraft.Sampling`. Default: greedily.
-          key: a PRNG key, or a seed for one; needed above temperature zero. The request draws as
-            row ``row`` of ``generate(..., key=key)`` does.
-          stop: strings that end it, as in :func:`jaxdraft.generate`.
-          logprobs: give log-probabilities of every token, and of so many alternatives.
-          keep: leave its cache in place when it is over, as long as nobody needs the room, so that
-            :meth:`extend` goes on where it ended.
+          max_new_tokens: maximum number of tokens to emit.
+          stop_ids: tokens that end the request; they are emitted. Default: those of the model.
+            ``()`` means none.
+          draft_limit: maximum number of drafts per round; 0 means none.
+          max_length: maximum length of the sequence, prompt included. Default: the engine's
+            context.
+          sampling: sampling options; see :class:`jaxdraft.Sampling`. Default: greedy decoding.
+          key: a PRNG key, or a seed for one; required above temperature zero. The request draws
+            the same numbers as row ``row`` of ``generate(..., key=key)``.
+          stop: strings that end the request, as in :func:`jaxdraft.generate`.
+          logprobs: number of alternatives per token to return log-probabilities for, beside
+            that of the token itself.
+          keep: whether the cache stays in place after the request ends, until the room is needed,
+            so that :meth:`extend` continues from there.
           row: see ``key``.
 
         Raises:
-          ValueError: as :func:`jaxdraft.generate`, or the request does not fit the pool even alone.
-            Other requests are not affected.
+          ValueError: as in :func:`jaxdraft.generate`, or if the request does not fit into the pool
+            even alone. Other requests are not affected.
         """
         self._usable()
         options = Options(
@@ -291,20 +294,20 @@ class Engine:
 
     @exclusive
     def cancel(self, request: Request) -> None:
-        """End a request now; what was emitted stays. One that is over is left alone."""
+        """End a request now and keep the emitted tokens. A finished request is left unchanged."""
         if not request.finished:
             self._cut_short(request._sequence, "cancelled")
 
     @exclusive
     def release(self, request: Request) -> None:
-        """End a request if it runs, and give back all it holds. Twice is as good as once."""
+        """End a request if it runs, and free everything it holds. Repeated calls have no effect."""
         self.cancel(request)
         self.scheduler.forget(request._sequence)
         request._sequence.phase = Phase.CLOSED
 
     @exclusive
     def close(self) -> None:
-        """End all requests and let go of all arrays."""
+        """End all requests and release all arrays."""
         if self._closed:
             return
         for request in list(self._handles.values()):
@@ -347,21 +350,21 @@ class Engine:
 
     @exclusive
     def _reads(self, reader: object) -> bool:
-        """Whether events will come for a reader, and for it alone."""
+        """Make ``reader`` the only reader of events, and return whether any will follow."""
         self._readers.claim(reader)
         return self.busy
 
     @exclusive
     def step(self) -> list[EngineEvent]:
-        """One round of every request that runs, and the next part of some prompts.
+        """Run one round of every running request, and the next part of some prompts.
 
-        A step that fails on the device costs no tokens: its requests are computed anew, one by one,
-        until it is known who makes it fail. That may be the drafter, which is then switched off for
-        the rest of the run, or a request, which ends with ``finish_reason`` ``"failed"`` and the
-        error. Anything else that goes wrong is raised, and the next step goes on.
+        A step that fails on the device loses no tokens: its requests are recomputed one by one
+        until the cause is found. If it is the drafter, the drafter is switched off for the rest of
+        the run. If it is a request, the request ends with ``finish_reason`` ``"failed"`` and the
+        error. Any other error is raised, and the next step continues.
 
         Returns:
-          An event for every request that received tokens or ended, in order of arrival.
+          Events, one for every request that received tokens or ended, in order of arrival.
 
         Raises:
           RuntimeError: another thread iterates over the events.
@@ -376,7 +379,7 @@ class Engine:
         """Step until something is done, or sleep while another thread that waits steps.
 
         Args:
-          done: whether it is.
+          done: function that returns whether the wait is over.
           after: called after every step.
 
         Raises:
@@ -386,7 +389,7 @@ class Engine:
 
     @exclusive
     def _step_unread(self, done: Callable[[], bool]) -> None:
-        """Step for a thread that waits: the events are for a reader, if there is one."""
+        """Step for a waiting thread, and keep the events only if there is a reader."""
         if done():  # since the thread began to wait for the lock
             return
         self._usable()
@@ -395,7 +398,7 @@ class Engine:
             self._events.clear()
 
     def _advance(self) -> None:
-        """Run a step, and add its events to those that were not read yet."""
+        """Run a step, and add its events to the unread ones."""
         failure: Exception | None = None
         try:
             work = self.scheduler.plan(self._faults.suspect())
@@ -416,22 +419,22 @@ class Engine:
 
     @property
     def programs(self) -> int:
-        """Programs asked for so far: a program and its shapes count once."""
+        """Number of programs used so far; each combination of program and shapes counts once."""
         return len(self.runner.compiled)
 
     @property
     def faults(self) -> int:
-        """Steps that failed on the device."""
+        """Number of steps that failed on the device."""
         return self._faults.count
 
     @property
     def last_fault(self) -> BaseException | None:
-        """The error of the last of them."""
+        """The error of the last failed step."""
         return self._faults.last
 
     @property
     def drafter_fault(self) -> BaseException | None:
-        """The error that the drafter was switched off for, if it was."""
+        """The error that caused the drafter to be switched off, if any."""
         return self._faults.drafter
 
     @exclusive
@@ -442,10 +445,10 @@ class Engine:
 
     @exclusive
     def check(self) -> None:
-        """All invariants: of pages, rows and prefixes, and that the device agrees with the host.
+        """Check all invariants of pages, rows and prefixes, and that device and host agree.
 
         Raises:
-          AssertionError: one does not hold.
+          AssertionError: if an invariant does not hold.
         """
         self.scheduler.check()
         if not self._closed:
@@ -470,7 +473,7 @@ class Engine:
     def _apply_report(
         self, sequence: Sequence, columns: Columns, report: Report, place: int, *, first: bool
     ) -> None:
-        """Take in what a step reports about a row that has run or has read its text."""
+        """Apply the report of a step to a row that ran or finished reading its text."""
         sequence.now = self._counters.row(sequence.now, columns, place)
         tokens = sequence.apply(columns, report.logprobs, place, first=first)
         if tokens:
@@ -481,7 +484,7 @@ class Engine:
         try:
             stopped = status is Status.STOP_STRING
             text = sequence.decode(self.model.text, tokens, done=over, stopped=stopped)
-        except Exception as error:  # of the tokenizer: it concerns this request alone
+        except Exception as error:  # from the tokenizer, so only this request is affected
             self._end(sequence, "failed", error, tokens=tokens, accepted=accepted)
             return
         if over:
@@ -500,7 +503,7 @@ class Engine:
     def _cut_short(
         self, sequence: Sequence, reason: str, error: BaseException | None = None
     ) -> None:
-        """End a request between steps, with the text that was held back."""
+        """End a request between steps, and emit the text that was held back."""
         text = None
         try:
             if sequence.output_text is not None:
@@ -518,12 +521,12 @@ class Engine:
         text: str | None = None,
         accepted: int = -1,
     ) -> None:
-        """End a request: its row becomes free, its cache is kept, remembered or freed."""
+        """End a request: free its row, and keep, remember or free its cache."""
         keeps = sequence.keep and error is None and sequence.row is not None
         checkpoint = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
         sequence.settle()
         sequence.finish_reason, sequence.error = reason, error
-        # On the device a row that ends by itself has stopped; any other must be stopped.
+        # A row that ended by itself has already stopped on the device; any other must be stopped.
         stop = reason in ("cancelled", "failed")
         sequence.phase, sequence.output_text = Phase.DONE, None
         if keeps:
@@ -536,13 +539,13 @@ class Engine:
     # ------------------------------------------------------------------ fault handling
 
     def _recover(self) -> None:
-        """Start again after a step that failed half way: what the device holds is not trusted."""
+        """Reset after a step that failed half-way, since the device state cannot be trusted."""
         self.scheduler.restart()
         self._counters.restart()
         self.runner.reset()
 
     def _blame(self, work: Work, error: BaseException) -> None:
-        """Do what a failed step calls for; no sequence has a row."""
+        """Handle a failed step; no sequence has a row at this point."""
         part = [*work.running, *(sequence for sequence, _ in work.reading)]
         blame = self._faults.failed(part, error, drafts=self.draft_tokens > 0)
         if blame is Blame.DRAFTER:
@@ -553,7 +556,7 @@ class Engine:
             self._cut_short(part[0], "failed", error)
 
     def _draft(self, drafter: Drafter) -> None:
-        """Switch to another drafter; no sequence has a row."""
+        """Switch to another drafter; no sequence has a row at this point."""
         if self.runner.drafter is not drafter:
             seen = self.runner.compiled
             self.runner = Runner(self.model.target, drafter, **self._sizes)
@@ -573,7 +576,7 @@ class Engine:
         self.scheduler.add(request._sequence)
 
     def _rules(self, length: int, options: Options) -> RequestRules:
-        """The rules of a request, checked before it is queued."""
+        """Return the rules of a request, checked before it is queued."""
         rules = check_rules(self.model, self.draft_tokens, self.context, length, options)
         pages = self.scheduler.pages
         needed = pages.needed(length + rules.max_new_tokens - 1)

@@ -1,4 +1,4 @@
-"""Steps that fail on the device: which request, or whether the drafter, makes them fail."""
+"""Steps that fail on the device, and the request or drafter that causes the failure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterable
 from jaxdraft.engine.sequence import Sequence
 
 STRIKES = 2
-"""Steps that must fail with a sequence alone before it or the drafter is blamed."""
+"""Number of steps a sequence must fail alone before it or the drafter is blamed."""
 
 
 class Blame(enum.Enum):
-    """What to do after a step that failed."""
+    """Action to take after a failed step."""
 
     NOTHING = enum.auto()  # the suspects run one by one
-    DRAFTER = enum.auto()  # run on without the drafter
+    DRAFTER = enum.auto()  # continue without the drafter
     SEQUENCE = enum.auto()  # end the sequence that ran
 
 
 class Faults:
     """Finds the cause of failing steps.
 
-    Sequences that took part in a failed step are suspects: each runs alone until it gets past that
-    step. One that fails alone, twice, is tried without the drafter. If it still fails, it is the
-    cause; otherwise the drafter is.
+    Sequences that took part in a failed step are suspects: each runs alone until it completes a
+    step. A sequence that fails twice alone is retried without the drafter. If it still fails, the
+    sequence is the cause; otherwise the drafter is.
 
     Attributes:
-      count: steps that failed on the device.
-      last: the error of the last of them.
-      drafter: the error that the drafter was switched off for, if it is the cause.
+      count: number of steps that failed on the device.
+      last: the error of the last failed step.
+      drafter: the error that caused the drafter to be switched off, if the drafter is the cause.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Faults:
         """Record a failed step.
 
         Args:
-          part: the sequences that took part in it.
+          part: the sequences that took part in the step.
           error: the error.
-          drafts: whether the engine has a drafter of its own to do without.
+          drafts: whether the engine has a drafter that can be switched off.
         """
         self.count += 1
         self.last = error
@@ -65,7 +65,7 @@ class Faults:
         return blame
 
     def passed(self, sequence: Sequence, *, drafts: bool) -> None:
-        """Record that a sequence got tokens: a suspect is none any longer."""
+        """Record that a sequence received tokens, which clears it as a suspect."""
         if sequence in self._suspects:
             self._suspects.remove(sequence)
             if sequence.strikes >= STRIKES and drafts:

@@ -1,7 +1,7 @@
-"""Which page belongs to whom: reference counts, and prefixes that are remembered by content.
+"""Ownership of pages: reference counts, and prefixes cached by content.
 
-Plain Python. The host alone decides: programs get the tables of a step as one array, and never take
-or give back a page themselves.
+Plain Python. Only the host allocates: programs receive the tables of a step as one array, and never
+allocate or free a page themselves.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any
 
 
 class Pages:
-    """The pages of a pool: free, or held by so many.
+    """The pages of a pool, each free or with a count of its holders.
 
     Args:
-      count: P.
-      size: Z, positions of a page.
+      count: P, number of pages.
+      size: Z, positions per page.
     """
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
         self.held = [0] * count
-        # Taken from its end: page 0 goes out first.
+        # Pages are taken from the end, so page 0 is allocated first.
         self._free = list(range(count - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without a holder."""
         return len(self._free)
 
     def needed(self, positions: int) -> int:
-        """Pages that hold ``positions`` positions."""
+        """Return the number of pages needed for ``positions`` positions."""
         return -(-positions // self.size)
 
     def take(self, count: int) -> list[int]:
-        """``count`` free pages, each held once.
+        """Take ``count`` free pages, each then held once.
 
         Raises:
-          ValueError: there are not so many; nothing was taken.
+          ValueError: if fewer pages are free; none is taken.
         """
         if count > self.free:
             raise ValueError(f"{count} pages wanted, {self.free} of {self.count} are free")
@@ -49,14 +49,14 @@ class Pages:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold pages once more that somebody holds already."""
+        """Add a holder to pages that are already held."""
         for page in pages:
             if not self.held[page]:
                 raise ValueError(f"page {page} is free: there is nothing to share")
             self.held[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Hold pages once less; the last holder frees them."""
+        """Remove a holder from pages; a page without holders becomes free."""
         for page in pages:
             if not self.held[page]:
                 raise ValueError(f"page {page} is free already")
@@ -65,10 +65,10 @@ class Pages:
                 self._free.append(page)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Every count is the number of holders, and free + held = all pages.
+        """Check that every count equals the number of holders, and free + held = all pages.
 
         Raises:
-          AssertionError: it is not so.
+          AssertionError: if the check fails.
         """
         counts = Counter(page for pages in holders for page in pages)
         wrong = {p: (n, counts[p]) for p, n in enumerate(self.held) if n != counts[p]}
@@ -84,22 +84,22 @@ class Node:
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
         self.children: dict[tuple[int, ...], Node] = {}
-        self.checkpoint: Any = None  # what the rows remember behind this page, if it was kept
-        self.used = 0  # when it was last looked at
+        self.checkpoint: Any = None  # state of the rows after this page, if it was kept
+        self.used = 0  # time of the last use
 
 
 class PrefixCache:
-    """Full pages by content, a tree: a page is found by its parent and its own tokens.
+    """Tree of full pages by content: a page is found by its parent and its own tokens.
 
-    A node holds its page once. Tokens are compared, not hashes of them: two prompts whose hashes
-    agree share nothing. Under pressure the page goes that was used longest ago, leaves first; a
-    page that a request holds stays.
+    A node holds its page once. The tokens themselves are compared, not their hashes, so a hash
+    collision cannot make two prompts share a page. When pages run out, the least recently used
+    page is evicted, leaves first. Pages held by a request are never evicted.
 
     Args:
-      pages: where the pages come from.
-      checkpoints: the most nodes that may have a checkpoint; the least used lose theirs.
-      overlap: tokens after a page that its content depends on too: 1 for an MTP head, whose last
-        pair of a page is made with the token that follows.
+      pages: pool that the pages come from.
+      checkpoints: maximum number of nodes with a checkpoint; the least recently used lose theirs.
+      overlap: number of tokens after a page that its content also depends on: 1 for an MTP head,
+        whose last pair in a page includes the token that follows.
     """
 
     def __init__(self, pages: Pages, *, checkpoints: int = 0, overlap: int = 0) -> None:
@@ -110,7 +110,7 @@ class PrefixCache:
         self.size = 0
 
     def match(self, ids: Sequence[int], most: int) -> list[Node]:
-        """The longest known path of full pages that begins ``ids``, at most ``most`` of them."""
+        """Return the longest cached path of at most ``most`` full pages that begins ``ids``."""
         path, node = [], self._root
         for number in range(min(most, self.full(len(ids)))):
             child = node.children.get(self._key(ids, number))
@@ -122,16 +122,16 @@ class PrefixCache:
         return path
 
     def full(self, positions: int) -> int:
-        """Pages whose content is settled once ``positions`` positions are in the caches."""
+        """Return the number of pages whose content is final once ``positions`` are cached."""
         return max(0, positions - self.overlap) // self.pages.size
 
     def insert(self, ids: Sequence[int], pages: Sequence[int]) -> list[Node]:
         """Remember that ``pages`` hold the first ``len(pages) * Z`` of ``ids``; see :meth:`full`.
 
-        A content that is known already keeps the page it has.
+        Content that is already cached keeps its existing page.
 
         Returns:
-          The nodes, one a page.
+          The nodes, one per page.
         """
         path, node = [], self._root
         for number, page in enumerate(pages):
@@ -148,7 +148,7 @@ class PrefixCache:
         return path
 
     def keep(self, node: Node, checkpoint: Any) -> None:
-        """Remember what rows remember behind this page."""
+        """Store the row state after this page as its checkpoint."""
         if self.checkpoints <= 0:
             return
         self._kept.pop(id(node), None)
@@ -159,7 +159,10 @@ class PrefixCache:
         self._kept[id(node)] = node
 
     def evictable(self) -> int:
-        """Pages that :meth:`evict` could free: of nodes behind which no request holds anything."""
+        """Return the number of pages that :meth:`evict` could free.
+
+        These are the pages of nodes that no request holds, neither itself nor a descendant.
+        """
 
         loose: dict[int, bool] = {}
         for node in reversed(list(self._nodes())):  # children before their parents
@@ -168,10 +171,10 @@ class PrefixCache:
         return sum(loose.values())
 
     def evict(self, count: int) -> int:
-        """Forget pages until ``count`` more are free, or nothing is left to forget.
+        """Evict pages until ``count`` more are free, or none is left to evict.
 
         Returns:
-          How many were freed.
+          The number of pages freed.
         """
         freed = 0
         leaves = [
@@ -191,7 +194,7 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all nodes."""
         for node in list(self._nodes()):
             self.pages.drop([node.page])
         self._root.children.clear()
@@ -199,11 +202,11 @@ class PrefixCache:
         self.size = 0
 
     def held(self) -> list[int]:
-        """The pages of all nodes."""
+        """Return the pages of all nodes."""
         return [node.page for node in self._nodes()]
 
     def check(self) -> None:
-        """The tree is one, its keys are full pages, and checkpoints are within their number."""
+        """Check the tree's links, that its keys are full pages, and the number of checkpoints."""
         nodes = list(self._nodes())
         assert len(nodes) == self.size, (len(nodes), self.size)
         assert all(len(node.key) == self.pages.size + self.overlap for node in nodes)
@@ -213,7 +216,7 @@ class PrefixCache:
         assert kept == set(self._kept), "a checkpoint outlived its page"
 
     def _nodes(self) -> Iterable[Node]:
-        """All nodes, parents before their children."""
+        """Yield all nodes, parents before their children."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
