@@ -16,36 +16,36 @@ from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of
 
 @struct.dataclass
 class AdaptiveState:
-    """What the rule remembers, beside what its drafter does."""
+    """The state of the rule and of the drafter inside."""
 
     inner: Any
-    rate: jax.Array  # [B, K] float32, moving acceptance of a draft whose predecessors stand
-    proposed: jax.Array  # [B] int32, drafts of the round that is not yet judged
-    cut: jax.Array  # [B] int32, rounds since the row was last asked for all it can use
+    rate: jax.Array  # [B, K] float32, moving acceptance of a draft whose predecessors are accepted
+    proposed: jax.Array  # [B] int32, drafts proposed in the round whose outcome is unknown
+    cut: jax.Array  # [B] int32, rounds since the last full proposal of the row
 
 
 @struct.dataclass
 class AdaptiveDrafter(Around):
-    """Wraps a drafter and shortens what is asked of it, to nothing if need be.
+    """Wraps a drafter and limits the number of drafts it proposes, down to none.
 
-    A round with n drafts is expected to emit ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens, a_k
-    being the acceptance of draft k when its predecessors stand, and costs ``1 + round_cost + n
-    draft_cost`` plain steps of the target (1 without drafts). Each row takes the n with the most
-    tokens for its cost; ties go to the fewest drafts.
+    A round with n drafts is expected to emit ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens; a_k
+    is the acceptance of draft k when its predecessors are accepted. The round costs
+    ``1 + round_cost + n draft_cost`` plain steps of the target (1 without drafts). Each row takes
+    the n with the most tokens for its cost; ties go to the fewest drafts.
 
-    Acceptances are moving averages a row and a position, learned from how many rows were committed
-    after each proposal: a feed tells of the round before, never of the tokens that will be verified
-    next. A row that was cut short for ``probe_every`` rounds is asked in full once, so it
-    notices when drafts begin to pay. All numbers are dynamic: changing them compiles nothing.
+    Acceptances are moving averages per row and position, learned from the number of rows committed
+    after each proposal. A feed describes the previous round, never the tokens that will be verified
+    next. A row that was cut short for ``probe_every`` rounds gets one full proposal, to detect
+    when drafts begin to pay. All numbers are dynamic: changing them does not recompile.
 
     Attributes:
       inner: any :class:`jaxdraft.base.Drafter`.
-      round_cost: what drafting at all adds to a round, in plain steps (a block drafter's pass). The
+      round_cost: fixed cost of drafting in a round, in plain steps (a block drafter's pass). The
         default, and the next, were measured on a DFlash2 family of width 512 on a CPU
         (``experiments/round_cost.md``); measure your own.
-      draft_cost: what one draft adds: its row in the target's window, and its own pass of a chain.
-        In a fixed batch a window has 1 + K rows however few drafts a row has: what fewer drafts
-        save is nothing there, so ``round_cost`` is all (``experiments/adaptive.md``).
+      draft_cost: added cost per draft: its row in the target's window, and its own pass of a chain.
+        In a fixed batch a window has 1 + K rows however few drafts a row has. Fewer drafts save
+        nothing there, so only ``round_cost`` counts (``experiments/adaptive.md``).
       gain: weight of the newest observation in the moving averages.
       start: acceptance assumed before anything was observed.
       probe_every: rounds between two full proposals of a row that is cut short.
@@ -71,28 +71,29 @@ class AdaptiveDrafter(Around):
         )
 
     def init(self, batch: int, capacity: int) -> AdaptiveState:
-        """An empty state around the drafter's own."""
+        """Return an empty state around the inner drafter's."""
         none = jnp.zeros((batch,), jnp.int32)
         return AdaptiveState(self.inner.init(batch, capacity), self._rate(batch), none, none)
 
     def init_pool(self, batch: int, **sizes: int) -> AdaptiveState:
-        """An empty state around the drafter's pool; the sizes are those of its ``init_pool``.
+        """Return an empty state around the inner drafter's pool.
 
-        A drafter without one has its whole state in every row.
+        The sizes are those of its ``init_pool``. A drafter without a pool keeps a full state per
+        row.
         """
         none = jnp.zeros((batch,), jnp.int32)
         inner = pool_of(self.inner, batch, sizes)
         return AdaptiveState(inner, self._rate(batch), none, none)
 
     def skip(self, state: AdaptiveState, tokens: jax.Array, length: jax.Array) -> Any:
-        """Go on behind the first ``length`` [B] positions, if the drafter inside can; else None."""
+        """Continue after the first ``length`` [B] positions if the inner drafter can; else None."""
         inner = super().skip(state.inner, tokens, length)
         return None if inner is None else replace(state, inner=inner)
 
     def learned(self, state: AdaptiveState) -> Any:
-        """Return what the rule learned of each row, and what the drafter inside did.
+        """Return what the rule and the drafter inside learned about each row.
 
-        It is in no text, and cannot be read anew from one.
+        It cannot be recomputed from the row's tokens.
         """
         return state.rate, state.proposed, state.cut, super().learned(state.inner)
 
@@ -107,11 +108,11 @@ class AdaptiveDrafter(Around):
         return super().misses(state.inner)
 
     def ingest(self, state: AdaptiveState, feed: Feed) -> AdaptiveState:
-        """See :meth:`jaxdraft.base.Drafter.ingest`; learns what became of the last proposal.
+        """See :meth:`jaxdraft.base.Drafter.ingest`; learns from the outcome of the last proposal.
 
         A round that commits c rows accepted c - 1 drafts. Example: 3 proposed, 2 rows committed:
-        draft 0 stood, draft 1 did not, and nothing is known of draft 2. A row that starts again at
-        position 0 is another text: what was learned of it is forgotten.
+        draft 0 was accepted, draft 1 was rejected, and nothing is known about draft 2. A row that
+        starts again at position 0 is a new text, so its acceptances are reset.
         """
         fresh = (feed.count > 0) & (feed.first_position == 0)
         judged = (feed.count > 0) & (state.proposed > 0)
@@ -150,7 +151,7 @@ class AdaptiveDrafter(Around):
         return state, proposal, replace(info, reason=reason)
 
     def width(self, state: AdaptiveState) -> jax.Array:
-        """Drafts that pay best at the acceptance seen so far, [B] int32 in 0..K."""
+        """Return the best number of drafts at the acceptance seen so far, [B] int32 in 0..K."""
         return best_width(state.rate, self.round_cost, self.draft_cost)
 
     def _rate(self, batch: int) -> jax.Array:

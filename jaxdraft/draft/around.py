@@ -1,4 +1,4 @@
-"""What drafters that hold drafters share, and the rule by which drafts are worth verifying."""
+"""Code shared by drafters that wrap drafters, and the rule for how many drafts to verify."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxdraft.state.budget import DrafterCost
 
 
 class Around(DrafterDefaults):
-    """A drafter with a drafter ``inner``. It is often silent, and otherwise like the one inside.
+    """A drafter that wraps the drafter ``inner``. It often proposes nothing.
 
-    The methods here are for a state that is the inner drafter's own.
+    The methods here take the inner drafter's own state.
     """
 
     inner: Drafter
 
     @property
     def declines(self) -> bool:
-        """True: draft-free rounds are common, so they get a plain step."""
+        """True, because rounds without drafts are common; they run a plain step."""
         return True
 
     @property
@@ -31,11 +31,11 @@ class Around(DrafterDefaults):
 
     @property
     def overlap(self) -> int:
-        """Tokens after a page that its content depends on, of the drafter inside."""
+        """Number of tokens after a page that its content depends on, in the drafter inside."""
         return full_drafter(self.inner).overlap
 
     def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-        """Start behind the first ``length`` [B] positions, if the drafter inside can; else None."""
+        """Start after the first ``length`` [B] positions if the inner drafter can; else None."""
         return full_drafter(self.inner).skip(state, tokens, length)
 
     def learned(self, state: Any) -> Any:
@@ -43,7 +43,7 @@ class Around(DrafterDefaults):
         return full_drafter(self.inner).learned(state)
 
     def with_learned(self, state: Any, learned: Any) -> Any:
-        """Return the state with what :meth:`learned` gave."""
+        """Return the state with the result of :meth:`learned` restored."""
         return full_drafter(self.inner).with_learned(state, learned)
 
     def misses(self, state: Any) -> jax.Array | int:
@@ -51,17 +51,18 @@ class Around(DrafterDefaults):
         return full_drafter(self.inner).misses(state)
 
     def cost(self) -> DrafterCost | None:
-        """Tell what the drafter inside costs."""
+        """Return the memory cost of the drafter inside."""
         return full_drafter(self.inner).cost()
 
 
 def pool_of(inner: Drafter, batch: int, sizes: dict[str, int]) -> Any:
-    """Return the pooled state of ``inner``; one without a pool has its whole state in every row.
+    """Return the pooled state of ``inner``, or a full state per row if it has no pool.
 
     Args:
       inner: any drafter.
       batch: B.
-      sizes: of its ``init_pool``. Pages become a ring per row where the drafter has a window.
+      sizes: arguments of its ``init_pool``. Pages become a ring per row where the drafter has
+        a window.
     """
     whole = full_drafter(inner)
     if "pages" in sizes and whole.windowed:
@@ -70,10 +71,10 @@ def pool_of(inner: Drafter, batch: int, sizes: dict[str, int]) -> Any:
 
 
 def check_numbers(rule: Any, bounds: dict[str, tuple[float, float | None]]) -> None:
-    """Numbers of a rule lie in their bounds, least and largest; None: there is no largest.
+    """Check that the numbers of a rule lie within (least, largest); None means no largest.
 
     Raises:
-      ValueError: one does not. Inside ``jit`` it may be an array, which is not judged.
+      ValueError: a number is out of bounds. Arrays, as inside ``jit``, are not checked.
     """
     for name, (low, high) in bounds.items():
         value = getattr(rule, name)
@@ -88,16 +89,18 @@ def best_width(
     draft_cost: float | jax.Array,
     limit: jax.Array | None = None,
 ) -> jax.Array:
-    """Drafts that promise the most tokens for their cost, [B] int32 in 0..K; ties: the fewest.
+    """Return the number of drafts with the most tokens per cost, [B] int32 in 0..K.
 
-    n drafts promise ``1 + s_1 + s_1 s_2 + ... + s_1 ... s_n`` tokens for ``1 + round_cost + n
-    draft_cost`` plain steps of the target, none promise 1 for 1. Leviathan et al.,
+    Ties go to the fewest drafts.
+
+    n drafts yield an expected ``1 + s_1 + s_1 s_2 + ... + s_1 ... s_n`` tokens for ``1 + round_cost
+    + n draft_cost`` plain steps of the target; no drafts yield 1 for 1. Leviathan et al.,
     arXiv:2211.17192, section 3.3, with a chance for every draft.
 
     Args:
-      stands: s, [B, K] float32: the chance of each draft when those before it stand.
-      round_cost, draft_cost: in plain steps.
-      limit: [B] int32, the most a row can use. Default: K.
+      stands: s, [B, K] float32: the probability that each draft is accepted if those before it are.
+      round_cost, draft_cost: costs per round and per draft, in plain steps.
+      limit: [B] int32, the most drafts per row. Default: K.
     """
     drafts = jnp.arange(stands.shape[1] + 1, dtype=jnp.float32)
     tokens = 1.0 + jnp.cumsum(jnp.cumprod(stands, axis=1), axis=1)

@@ -51,7 +51,7 @@ RING_PAGE = 128
 
 @struct.dataclass
 class BlockState:
-    """What a block drafter remembers."""
+    """State of a block drafter."""
 
     cache: Ring | PagedPool  # a ring when the drafter has a window, pages otherwise
     whole: jax.Array  # [B] bool: every committed row so far was ingested
@@ -71,13 +71,13 @@ class BlockDrafter(DrafterDefaults):
     The embedding and the head are the target's own arrays. Of the head, a drafter with a draft
     vocabulary has the rows of those tokens; see :meth:`of`.
 
-    ``path`` says which path of the lattice is proposed when drafts are not drawn: "walk", the
+    ``path`` selects the lattice path that is proposed when drafts are not drawn: "walk", the
     greedy walk, or "best", "probable" or "longest"; see :data:`jaxdraft.draft.lattice.PROPOSALS`.
-    A path is chosen among the drafts that the row can use: a step that will not be verified must
-    not buy a worse one that will. So with another ``limit`` another path may begin, where a walk is
-    only cut short.
+    A path is chosen over the drafts that the row can use, so that a step that will not be verified
+    cannot justify a worse one that will. So a different ``limit`` may change the whole path, while
+    a walk is only cut short.
 
-    ``first`` says how many of a block's drafts there are, K; None: all. See
+    ``first`` is the number K of a block's drafts in use; None: all. See
     :meth:`with_draft_tokens`.
     """
 
@@ -114,17 +114,17 @@ class BlockDrafter(DrafterDefaults):
         return self.config.draft_tokens if self.first is None else self.first
 
     def with_draft_tokens(self, draft_tokens: int) -> BlockDrafter:
-        """The same block, of whose drafts the first ``draft_tokens`` are proposed.
+        """Return the same block, proposing only its first ``draft_tokens`` drafts.
 
-        The target's window is as much shorter, which a smaller ``limit`` does not make it.
+        This shortens the target's window, which a smaller ``limit`` does not.
 
         Raises:
-          ValueError: the block has not that many.
+          ValueError: the block has fewer drafts.
         """
         return replace(self, first=draft_tokens)
 
     def init(self, batch: int, capacity: int) -> BlockState:
-        """An empty state. A windowed drafter's does not depend on ``capacity``."""
+        """Return an empty state. A windowed drafter's does not depend on ``capacity``."""
         c, a = self.config, self.config.attention
         if c.windowed:
             cache: Ring | PagedPool = Ring.zeros(
@@ -157,11 +157,11 @@ class BlockDrafter(DrafterDefaults):
         page_size: int,
         columns: int | None = None,
     ) -> BlockState:
-        """An empty state whose rows share a pool. Everything else is called as with ``init``.
+        """Return an empty state whose rows share a pool. All other methods work as with ``init``.
 
         A windowed drafter has ``rings`` rings: a row gets one when its first row comes in. One that
         sees everything mirrors the target's ``pages`` pages, with ``ceil(block / Z)`` spill pages
-        a row beside them; a row takes pages as it grows. A row that finds none is *denied*: it owns
+        per row added. Rows take pages as they grow. A row that finds none is *denied*: it owns
         nothing and proposes nothing until it is released.
 
         Args:
@@ -224,7 +224,7 @@ class BlockDrafter(DrafterDefaults):
         return self.config.windowed
 
     def cost(self) -> DrafterCost:
-        """Tell what it costs in an engine's memory."""
+        """Return its memory cost in an engine."""
         return cost(self.config, jnp.dtype(self.dtype).itemsize)
 
     def misses(self, state: BlockState) -> jax.Array:
@@ -234,8 +234,9 @@ class BlockDrafter(DrafterDefaults):
     def admit(self, state: BlockState, rows: jax.Array) -> BlockState:
         """Give the rows where ``rows`` [B] is true a ring, or their first page.
 
-        ``ingest`` does it for rows that start at position 0; call it to know before. Rows come in
-        order; a row that finds nothing is denied. Rows of a fixed batch have theirs already.
+        ``ingest`` does this for rows that start at position 0; call it to get the result earlier.
+        Rows are served in order; a row that finds nothing is denied. Rows of a fixed batch already
+        have theirs.
         """
         if state.cache.dense:
             return state
@@ -243,9 +244,9 @@ class BlockDrafter(DrafterDefaults):
         return self._cover(state, jnp.where(rows, state.length + 1, 0))
 
     def release(self, state: BlockState, rows: jax.Array) -> BlockState:
-        """The rows where ``rows`` [B] is true are over: all they own is free again.
+        """Free everything owned by the rows where ``rows`` [B] is true.
 
-        They can be admitted anew, denied or not. Releasing a row twice is releasing it once.
+        They can be admitted anew, denied or not. Releasing a row twice has no further effect.
         """
         chex.assert_shape(rows, state.denied.shape)
         cache = state.cache
@@ -256,9 +257,9 @@ class BlockDrafter(DrafterDefaults):
         return replace(state, cache=cache, whole=state.whole | rows, denied=state.denied & ~rows)
 
     def skip(self, state: BlockState, tokens: jax.Array, length: jax.Array) -> BlockState | None:
-        """Rows whose first ``length`` [B] positions are in their pages already go on behind them.
+        """Continue rows whose first ``length`` [B] positions are already in their pages.
 
-        None for a windowed drafter: a ring holds more than pages that others can share.
+        Returns None for a windowed drafter: a ring holds more than pages that others can share.
         """
         del tokens
         if isinstance(state.cache, Ring):
@@ -269,7 +270,7 @@ class BlockDrafter(DrafterDefaults):
         """See :meth:`jaxdraft.base.Drafter.ingest`.
 
         Rows must follow the ones ingested before, or start again at position 0. A row that does
-        neither has a hole: it takes nothing in and proposes nothing until it starts again. In a
+        neither has a hole: it ingests nothing and proposes nothing until it starts again. In a
         pool, a row that starts is admitted, and one that grows takes pages; whether it wants drafts
         in this round plays no part, so that no hole appears.
         """
@@ -299,10 +300,10 @@ class BlockDrafter(DrafterDefaults):
         return replace(state, cache=cache, whole=intact)
 
     def _cover(self, state: BlockState, positions: jax.Array) -> BlockState:
-        """Pages for ``positions`` [B] of every row.
+        """Provide pages for ``positions`` [B] of every row.
 
-        A row that asks in vain is denied, and gives back what it has: it would never read it again,
-        and another row may.
+        A row that cannot get them is denied and releases its pages: it would never read them again,
+        and another row may use them.
         """
         cache = state.cache
         if isinstance(cache, Ring):
@@ -346,7 +347,7 @@ class BlockDrafter(DrafterDefaults):
     def _choose(
         self, lattice: Lattice, length: jax.Array, draw: Draw | None
     ) -> tuple[jax.Array, Support | None]:
-        """Tokens [B, K], and what they were drawn from."""
+        """Return tokens [B, K] and the distributions they were drawn from."""
         if draw is None:
             return path_tokens(lattice, PROPOSALS[self.path](lattice, length)), None
         tokens, support = sampled_walk(lattice, draw)
@@ -359,7 +360,7 @@ class BlockDrafter(DrafterDefaults):
         return jnp.where(greedy, certain, tokens), replace(support, probs=probs)
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
-        """The candidates and edge scores after ``anchor`` [B], for every row."""
+        """Return the candidates and edge scores after ``anchor`` [B], for every row."""
         config, backbone = self.config, self.backbone()
         batch, width = anchor.shape[0], config.candidates
         anchor = jnp.clip(anchor, 0, config.vocab_size - 1)
@@ -386,7 +387,7 @@ class BlockDrafter(DrafterDefaults):
 
 
 def cost(config: BlockDrafterConfig, itemsize: int) -> DrafterCost:
-    """Tell what a block drafter costs: a ring per row if it has a window, else per target page.
+    """Return the memory cost of a block drafter: a ring per row if windowed, else per target page.
 
     Args:
       config: its description.
@@ -402,7 +403,7 @@ def cost(config: BlockDrafterConfig, itemsize: int) -> DrafterCost:
 def draft_head(
     backbone: Frozen[BlockBackbone], head: jax.Array, config: BlockDrafterConfig
 ) -> jax.Array:
-    """The rows of the target's head [V, D] that score drafts: all, or the draft vocabulary's."""
+    """Return the head's rows [V, D] that score drafts: all, or the draft vocabulary's."""
     if config.draft_vocab_size is None:
         return head
     return jnp.take(head, backbone.params["vocabulary"], axis=0)

@@ -1,4 +1,4 @@
-"""Verifies drafts only where the drafter is sure of them: any drafter that proposes a lattice."""
+"""Verifies drafts only where the drafter is confident: for any drafter that proposes a lattice."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from jaxdraft.draft.lattice import greedy, walk
 
 @struct.dataclass
 class ConfidentDrafter(Around):
-    """Wraps a drafter and cuts its proposals where they are not worth verifying, to nothing if so.
+    """Wraps a drafter and cuts its proposals where verifying does not pay, down to no drafts.
 
     A round that verifies n drafts is expected to emit ``1 + q_1 + q_1 q_2 + ... + q_1 ... q_n``
-    tokens, q_k being the share that the lattice's greedy walk gives to its step k, and costs ``1 +
+    tokens, where q_k is the probability of step k of the lattice's greedy walk. It costs ``1 +
     round_cost + n draft_cost`` plain steps of the target (1 without drafts; proposing is paid for
     either way). Each row takes the n with the most tokens for its cost, ties go to the fewest. A
     round in which no row takes any runs the target over one row.
 
-    :class:`jaxdraft.AdaptiveDrafter` looks at the rounds before, and saves the proposal, too. This
-    one looks at the drafts themselves, so it takes the easy stretches of a text and leaves the
-    rest. The rule is :func:`jaxdraft.draft.around.best_width`.
+    :class:`jaxdraft.AdaptiveDrafter` uses the previous rounds, and saves the proposal, too. This
+    drafter uses the drafts themselves, so it verifies only the easy stretches of a text.
+    The rule is :func:`jaxdraft.draft.around.best_width`.
 
-    Nothing is lost by it, sampled or not: how many drafts are verified depends on the lattice
-    alone, never on what was drawn from it. Numbers are dynamic: changing them compiles nothing.
+    The output distribution is unchanged, sampled or not: the number of verified drafts depends on
+    the lattice alone, never on the drawn drafts. Numbers are dynamic: changing them does not
+    recompile.
 
     Attributes:
       inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash2, DSpark.
-      round_cost: what verifying drafts adds to a round, in plain steps: a window of rows in place
-        of one. Take more than what is measured: shares are of the candidates alone, and a drafter
-        is surer than it should be. ``experiments/smollm2.py`` takes 0.5 for a window of four rows,
+      round_cost: fixed cost of verifying drafts in a round, in plain steps: a window of rows in
+        place of one. Use more than the measured cost: probabilities cover the candidates alone,
+        and a drafter tends to be overconfident. ``experiments/smollm2.py`` takes 0.5 for a window
+        of four rows,
         which costs a quarter of a step more than one (``experiments/window_cost.md``).
-      draft_cost: what each further draft adds, where a window is only as wide as its drafts.
+      draft_cost: added cost per draft, where a window is only as wide as its drafts.
     """
 
     inner: Drafter
@@ -49,11 +51,11 @@ class ConfidentDrafter(Around):
         check_numbers(self, {"round_cost": (0, None), "draft_cost": (0, None)})
 
     def init(self, batch: int, capacity: int) -> Any:
-        """The state of the drafter inside: this one remembers nothing."""
+        """Return the state of the drafter inside; the wrapper has no state."""
         return self.inner.init(batch, capacity)
 
     def init_pool(self, batch: int, **sizes: int) -> Any:
-        """The pooled state of the drafter inside; one without a pool has its state in every row."""
+        """Return the inner drafter's pooled state, or a full state per row if it has no pool."""
         return pool_of(self.inner, batch, sizes)
 
     def ingest(self, state: Any, feed: Feed) -> Any:

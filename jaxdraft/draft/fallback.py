@@ -26,23 +26,23 @@ from jaxdraft.draft.around import pool_of
 
 @struct.dataclass
 class FallbackDrafter(DrafterDefaults):
-    """Two drafters: a row for which the first is silent gets the drafts of the second.
+    """Two drafters: a row without drafts from the first gets the drafts of the second.
 
     Made for :class:`jaxdraft.NgramDrafter` before a drafter with weights: where a text repeats
-    itself, what stood there before is the better draft, and looking it up costs nothing. By name,
+    itself, the earlier text is the better draft, and looking it up costs nothing. By name,
     ``drafter="ngram+auto"``.
 
-    Both take in every committed row, and both are asked in every round; the second is told which
-    rows want nothing of it, and a block drafter of which no row wants anything does not run.
-    Sampled output keeps its distribution: who drafts is decided before anything is drawn. Proposals
-    have no lattice.
+    Both ingest every committed row, and both are called in every round. Rows served by the first
+    are marked as unwanted for the second, and a block drafter does not run if no row wants drafts.
+    Sampled output keeps its distribution: the choice of drafter does not depend on the draws.
+    Proposals have no lattice.
 
     Example, K = 3: of three rows the first proposes ``a b`` for row 0 only, the second ``d e f``
     for row 1 and nothing for row 2. The proposal is ``a b .``, ``d e f`` and none.
 
     Attributes:
-      first: any :class:`jaxdraft.base.Drafter` that is often silent.
-      second: any other.
+      first: any :class:`jaxdraft.base.Drafter` that often proposes nothing.
+      second: any other drafter.
     """
 
     first: Drafter
@@ -50,24 +50,24 @@ class FallbackDrafter(DrafterDefaults):
 
     @property
     def draft_tokens(self) -> int:
-        """K of the drafter that has more."""
+        """Larger K of the two drafters."""
         return max(self.first.draft_tokens, self.second.draft_tokens)
 
     @property
     def declines(self) -> bool:
-        """Only if both do."""
+        """Whether both drafters decline."""
         return all(one.declines for one in self._both)
 
     @property
     def overlap(self) -> int:
-        """Tokens after a page that its content depends on too."""
+        """Number of tokens after a page that its content depends on."""
         return max(one.overlap for one in self._both)
 
     def with_draft_tokens(self, draft_tokens: int) -> FallbackDrafter:
-        """Both with this K.
+        """Return both drafters with this K.
 
         Raises:
-          ValueError: one of them cannot have it.
+          ValueError: one of them does not support this K.
         """
         return FallbackDrafter(*(d.with_draft_tokens(draft_tokens) for d in self._both))
 
@@ -76,15 +76,15 @@ class FallbackDrafter(DrafterDefaults):
         return full_drafter(self.first), full_drafter(self.second)
 
     def init(self, batch: int, capacity: int) -> tuple[Any, Any]:
-        """The states of both."""
+        """Return the states of both."""
         return self.first.init(batch, capacity), self.second.init(batch, capacity)
 
     def init_pool(self, batch: int, **sizes: int) -> tuple[Any, Any]:
-        """The pooled states of both; one without a pool has its whole state in every row."""
+        """Return the pooled states of both, or a full state per row where one has no pool."""
         return pool_of(self.first, batch, sizes), pool_of(self.second, batch, sizes)
 
     def skip(self, state: tuple[Any, Any], tokens: jax.Array, length: jax.Array) -> Any:
-        """Go on behind the first ``length`` [B] positions, if both can; else None."""
+        """Continue after the first ``length`` [B] positions if both can; else None."""
         both = zip(self._both, state, strict=True)
         first, second = (one.skip(memory, tokens, length) for one, memory in both)
         return None if first is None or second is None else (first, second)
@@ -95,7 +95,7 @@ class FallbackDrafter(DrafterDefaults):
         return one.learned(state[0]), two.learned(state[1])
 
     def with_learned(self, state: tuple[Any, Any], learned: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the state with what :meth:`learned` gave."""
+        """Return the state with the result of :meth:`learned` restored."""
         one, two = self._both
         return one.with_learned(state[0], learned[0]), two.with_learned(state[1], learned[1])
 
@@ -136,7 +136,7 @@ class FallbackDrafter(DrafterDefaults):
         return (one, two), proposal, DraftInfo(reason, said.forwards + also.forwards)
 
     def _wide(self, proposal: Proposal) -> Proposal:
-        """The proposal with room for K drafts."""
+        """Pad the proposal to K drafts."""
         more = self.draft_tokens - proposal.tokens.shape[1]
         tokens = jnp.pad(proposal.tokens, ((0, 0), (0, more)), constant_values=NO_TOKEN)
         support = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), (0, 0))), proposal.support)
@@ -144,7 +144,9 @@ class FallbackDrafter(DrafterDefaults):
 
 
 def _support(proposal: Proposal, width: int) -> Support:
-    """What drafts were drawn from, over ``width`` tokens a step; a certain draft has it all."""
+    """Return the drafts' distributions over ``width`` tokens per step.
+
+    A draft that was not drawn has probability one."""
     if proposal.support is None:
         tokens = proposal.tokens[..., None]
         probs = jnp.ones(tokens.shape, jnp.float32)

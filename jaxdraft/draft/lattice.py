@@ -1,18 +1,20 @@
-"""Lattices: walks and paths, and one scan for everything that is asked of all paths at once.
+"""Lattices: walks and paths, and one scan for every question about all paths at once.
 
 A *path* picks one candidate of every step; its score is the sum of its K edge scores, the first of
 which comes from the anchor. Two distributions live on the paths of a lattice, and differ:
 
 * *Locally normalised*: walk from the anchor and draw each step from the softmax of the edge row
   that its predecessor selects. This is what drafting samples from. A step does not know where its
-  choice leads, and what is added to a whole row of scores changes nothing.
+  choice leads, and adding a constant to a whole row of scores changes nothing.
 * *Globally normalised* (Gibbs): a path has probability ``exp(score / T) / Z``, where Z is the sum
-  over all paths. A candidate is judged by everything that can follow it, and what is added to a row
-  counts. :func:`log_mass`, :func:`marginals` and :func:`sample_path` are about this one.
+  over all paths. A candidate's probability depends on everything that can follow it, and a constant
+  added to a row counts. :func:`log_mass`, :func:`marginals` and :func:`sample_path` use
+  this one.
 
 :func:`normalize` leads from one to the other: the Gibbs distribution of a lattice whose rows are
-log-probabilities is the walk's own, Z = 1. So ``marginals(normalize(lattice))`` says how often a
-sampled walk passes where, and ``best_path(normalize(lattice))`` is the most probable walk.
+log-probabilities is the walk's own, Z = 1. So ``marginals(normalize(lattice))`` gives the
+probability that a sampled walk passes each candidate, and
+``best_path(normalize(lattice))`` is the most probable walk.
 
 The scan, :func:`to_go`, runs from the last step to the first and keeps for every candidate what all
 continuations are worth together; an :class:`Algebra` says what "together" means. Running that way,
@@ -79,13 +81,13 @@ def walk(lattice: Lattice, choose: Choose) -> jax.Array:
 
 
 def greedy(scores: jax.Array, step: jax.Array) -> jax.Array:
-    """The best candidate; ties go to the lowest index."""
+    """Return the best candidate; ties go to the lowest index."""
     del step
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def path_tokens(lattice: Lattice, indices: jax.Array) -> jax.Array:
-    """Token ids [B, K] of candidate indices [B, K]."""
+    """Return the token ids [B, K] of candidate indices [B, K]."""
     picked = jnp.take_along_axis(lattice.candidates, indices[..., None], axis=2)
     return picked[..., 0]
 
@@ -133,8 +135,8 @@ MASS = Algebra(_mass)
 """(logsumexp, +): the log of the sum over all paths."""
 
 ACCEPTED = Algebra(_best, extend=_accepted, empty=MASKED)
-"""(max, p (1 + v)) in logs, over a normalised lattice: the log of the number of drafts that a walk
-would agree to, and the path for which it is greatest. Not a semiring, but the same scan."""
+"""(max, p (1 + v)) in logs, over a normalised lattice: the log of the expected number of drafts
+that a walk matches, and the path for which it is greatest. Not a semiring, but the same scan."""
 
 
 def best(n: int) -> Algebra:
@@ -166,7 +168,7 @@ def to_go(lattice: Lattice, algebra: Algebra, *, length: jax.Array | None = None
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`. Only ``scores`` is read.
       algebra: see :class:`Algebra`.
-      length: [B] int32: how many steps each row has. Default: all K.
+      length: [B] int32: number of steps per row. Default: all K.
     """
     scores = _open(lattice)
     batch, steps, width, _ = scores.shape
@@ -204,7 +206,7 @@ class Path:
 
 
 def best_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
-    """The path with the greatest score (Viterbi).
+    """Return the path with the greatest score (Viterbi).
 
     At every step it takes the lowest index among the candidates of greatest score to go, where
     scores are summed in float32 from the last step on: the lexicographically first of equal paths.
@@ -224,13 +226,13 @@ def best_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
 
 
 def top_paths(lattice: Lattice, n: int, *, length: jax.Array | None = None) -> Path:
-    """The n paths with the greatest scores, best first; equal ones in lexicographic order.
+    """Return the n paths of greatest score, best first; ties in lexicographic order.
 
     Where there are fewer than n open paths, the rest have score MASKED and indices zero.
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      n: how many; static.
+      n: number of paths; static.
       length: [B] int32: only the first so many steps count. Default: all.
 
     Returns:
@@ -243,7 +245,7 @@ def top_paths(lattice: Lattice, n: int, *, length: jax.Array | None = None) -> P
 
 
 def longest_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
-    """The path of which a sampled walk would be expected to agree with the longest prefix.
+    """Return the path whose prefix a sampled walk is expected to match for longest.
 
     With p_k the probability of its step k given the one before, the path maximises ``p_1 + p_1 p_2
     + ... + p_1 ... p_K``: the expected number of accepted drafts, if the target's tokens were drawn
@@ -263,7 +265,7 @@ def longest_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
 def path_score(
     lattice: Lattice, indices: jax.Array, *, length: jax.Array | None = None
 ) -> jax.Array:
-    """The score [B] of the paths with the candidate indices [B, K].
+    """Return the score [B] of the paths with the candidate indices [B, K].
 
     Summed from the last step on, as the scan does: equal to the score of :func:`best_path`, bit by
     bit. Over ``normalize(lattice)`` it is the log-probability of a walk. For indices [B, n, K]:
@@ -290,10 +292,10 @@ PROPOSALS: dict[str, Callable[[Lattice, jax.Array], jax.Array]] = {
     "probable": lambda lattice, length: best_path(normalize(lattice), length=length).indices,
     "longest": lambda lattice, length: longest_path(lattice, length=length).indices,
 }
-"""Ways to choose what to propose when nothing is left to chance: indices [B, K] from a lattice and
+"""Ways to choose a proposal without random draws: indices [B, K] from a lattice and
 the number of drafts [B] that can be used. *walk*: step by step; *best*: the greatest score, which
 trusts the level of scores from row to row; *probable*: the most probable walk; *longest*: the walk
-that should be agreed with longest."""
+with the longest expected match."""
 
 
 # --------------------------------------------------------------------------- distributions
@@ -301,7 +303,7 @@ that should be agreed with longest."""
 
 @struct.dataclass
 class Marginals:
-    """How probable it is that a path passes where. Each step sums to one, or to zero."""
+    """Probability that a path passes each node and edge. Each step sums to one, or to zero."""
 
     nodes: jax.Array  # [B, K, C] float32
     edges: jax.Array  # [B, K, C, C] float32; of step 0 in row 0, the other rows are zero
@@ -314,7 +316,7 @@ def normalize(lattice: Lattice, *, temperature: float | jax.Array = 1.0) -> Latt
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      temperature: T > 0, one number or one a row [B].
+      temperature: T > 0, one number or one per row [B].
     """
     scores = _open(_temper(lattice, temperature))
     logs = jax.nn.log_softmax(scores, axis=-1)
@@ -334,7 +336,7 @@ def log_mass(
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      temperature: T > 0, one number or one a row [B].
+      temperature: T > 0, one number or one per row [B].
       length: [B] int32: only the first so many steps count. Default: all.
     """
     return to_go(_temper(lattice, temperature), MASS, length=length).worth[:, 0]
@@ -356,7 +358,7 @@ def marginals(
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      temperature: T > 0, one number or one a row [B].
+      temperature: T > 0, one number or one per row [B].
       length: [B] int32: only the first so many steps count; later ones get zeros. Default: all.
     """
     tempered = _temper(lattice, temperature)
@@ -384,7 +386,7 @@ def sample_path(
     Args:
       keys: [B] PRNG keys, one a row, so that a row's path does not depend on the batch. Consumed.
       lattice: see :class:`jaxdraft.base.Lattice`.
-      temperature: T > 0, one number or one a row [B].
+      temperature: T > 0, one number or one per row [B].
       length: [B] int32: only the first so many steps count. Default: all.
 
     Returns:

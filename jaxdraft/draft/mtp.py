@@ -44,11 +44,11 @@ INGEST_ROWS = 128
 
 @struct.dataclass
 class MtpState:
-    """What the head remembers.
+    """State of the head.
 
     It runs on pairs (hidden row of position p, token of p + 1), and the last position's next token
-    is not known before the anchor is. So n ingested positions are n - 1 cached pairs and one hidden
-    row that waits.
+    is not known before the anchor is. So n ingested positions are n - 1 cached pairs and one
+    pending hidden row.
     """
 
     pool: PagedPool  # one layer; its length counts pairs
@@ -75,15 +75,15 @@ class MtpDrafter(DrafterDefaults):
 
     @property
     def overlap(self) -> int:
-        """1: the last pair of a page is made with the token that follows the page."""
+        """1, because the last pair of a page includes the token that follows the page."""
         return 1
 
     def with_draft_tokens(self, draft_tokens: int) -> MtpDrafter:
-        """The same head with another K: one layer can be chained as far as one likes."""
+        """Return the same head with another K; one layer can be chained any number of times."""
         return replace(self, draft_tokens=draft_tokens)
 
     def init(self, batch: int, capacity: int) -> MtpState:
-        """An empty state: one page a row, as the target's, for ``capacity`` positions."""
+        """Return an empty state: one page per row for ``capacity`` positions, as in the target."""
         a = self.config.attention
         pool = PagedPool.one_page_a_row(
             layers=1,
@@ -98,12 +98,12 @@ class MtpDrafter(DrafterDefaults):
     def init_pool(
         self, batch: int, *, pages: int, page_size: int, columns: int | None = None
     ) -> MtpState:
-        """An empty state whose rows share a pool that mirrors the target's.
+        """Return an empty state whose rows share a pool that mirrors the target's.
 
-        Pairs and scratch never pass the last position of the target's window, so a row needs no
-        page that its target has not: with as many pages of the same size none is ever missing. With
-        fewer, a row that finds none is *denied*: it owns nothing and proposes nothing until it is
-        released.
+        Pairs and scratch never pass the last position of the target's window, so a row needs
+        no more pages than its target row: with as many pages of the same size, pages never run out.
+        With fewer, a row that finds no page is *denied*: it owns nothing and proposes nothing until
+        it is released.
 
         Args:
           batch: B.
@@ -130,7 +130,7 @@ class MtpDrafter(DrafterDefaults):
         )
 
     def cost(self) -> DrafterCost:
-        """Tell what it costs in an engine's memory."""
+        """Return its memory cost in an engine."""
         return cost(self.config, jnp.dtype(self.dtype).itemsize)
 
     def misses(self, state: MtpState) -> jax.Array:
@@ -138,7 +138,7 @@ class MtpDrafter(DrafterDefaults):
         return state.misses
 
     def release(self, state: MtpState, rows: jax.Array) -> MtpState:
-        """The rows where ``rows`` [B] is true are over: all they own is free again."""
+        """Free everything owned by the rows where ``rows`` [B] is true."""
         chex.assert_shape(rows, state.length.shape)
         if state.pool.dense:  # a row keeps its page, and forgets what it holds
             pool = replace(state.pool, length=jnp.where(rows, 0, state.pool.length))
@@ -156,7 +156,7 @@ class MtpDrafter(DrafterDefaults):
         """See :meth:`jaxdraft.base.Drafter.ingest`; ``feed.anchor`` need not be known.
 
         Rows must follow the ones ingested before, or start again at position 0. A row that does
-        neither has a hole: it takes nothing in and proposes nothing until it starts again. In a
+        neither has a hole: it ingests nothing and proposes nothing until it starts again. In a
         pool, a row takes pages as it grows.
 
         Example: rows h0 h1 h2 of tokens a b c, then h3 of d. The first call caches (h0, b), (h1, c)
@@ -194,10 +194,10 @@ class MtpDrafter(DrafterDefaults):
     def propose(self, state: MtpState, feed: Feed) -> tuple[MtpState, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`.
 
-        The first pass runs the waiting row with the anchor; each later one runs the pass before it:
-        its hidden row, its best token (or, when drafts are drawn, one of its best), one position
-        on. As many passes run as the widest row can use. Their keys are scratch: the pool's length
-        does not move.
+        The first pass runs the pending row with the anchor. Each later pass runs on the previous
+        pass's hidden row and best token (or, when drafts are drawn, one of its best), one position
+        further. As many passes run as the widest row can use. Their keys are scratch: the pool's
+        length does not change.
         """
         wants = feed.wants_draft & (feed.limit > 0)
         fits = self.config.context_length - state.pool.length
@@ -220,7 +220,7 @@ class MtpDrafter(DrafterDefaults):
         return state, proposal, DraftInfo(reason, jnp.max(limit, initial=0))
 
     def logits(self, rows: jax.Array) -> jax.Array:
-        """What the target's head reads from the head's rows: [..., D] -> [..., V] float32."""
+        """Return the logits of the draft head's rows: [..., D] -> [..., V] float32."""
         return matmul(rows, self.head, out_dtype=jnp.float32)
 
     def _start(self, pool: PagedPool) -> MtpState:
@@ -236,7 +236,7 @@ class MtpDrafter(DrafterDefaults):
         )
 
     def _cover(self, state: MtpState, pairs: jax.Array) -> MtpState:
-        """Pages for ``pairs`` [B] of every row; a row that asks in vain gives back what it has."""
+        """Provide pages for ``pairs`` [B] per row; a row that cannot get them releases its own."""
         if state.pool.dense:
             return state
         pool, granted = paged.grow(state.pool, pairs)
@@ -256,7 +256,7 @@ class MtpDrafter(DrafterDefaults):
 
 @struct.dataclass
 class _Chain:
-    """What one pass of the head leaves for the next."""
+    """State passed from one pass of the head to the next."""
 
     pool: PagedPool
     hidden: jax.Array  # [B, D]
@@ -277,7 +277,7 @@ def _chain(
 
     Args:
       drafter: the drafter.
-      state: what it remembers.
+      state: its state.
       anchor: [B] int32.
       limit: [B] int32, drafts of every row, at most K.
       draw: how drafts are drawn; None: the best token.
@@ -326,7 +326,7 @@ def _whole_chain(
 
 
 def _first(drafter: MtpDrafter, state: MtpState, anchor: jax.Array, draw: Draw | None) -> _Chain:
-    """Start from the row that waits, and the anchor."""
+    """Start from the pending row and the anchor."""
     shape = (anchor.shape[0], drafter.draft_tokens)
     support = None
     if draw is not None:
@@ -384,7 +384,7 @@ def _unpack(chain: _Chain) -> tuple[PagedPool, jax.Array, jax.Array, Support | N
 
 
 def cost(config: MtpConfig, itemsize: int) -> DrafterCost:
-    """Tell what a multi-token-prediction head costs: one layer's page per target page.
+    """Return the memory cost of a multi-token-prediction head: one layer's page per target page.
 
     Args:
       config: its description.

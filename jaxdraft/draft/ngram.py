@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time the text ended like this. No weights."""
+"""Prompt lookup: propose the tokens after an earlier match of the text's end. No weights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class NgramState:
 
 @struct.dataclass
 class NgramDrafter(DrafterDefaults):
-    """Looks the end of prompt and output up in itself; a :class:`jaxdraft.base.Drafter`.
+    """Looks up the end of the text earlier in the text; a :class:`jaxdraft.base.Drafter`.
 
     The longest suffix of ``min_ngram`` to ``max_ngram`` tokens that occurs earlier wins; of its
     occurrences the most recent one. The drafts are the tokens that follow there, as many as exist.
 
-    Example: ``a b c d a b`` and K = 4: the suffix ``a b`` stands at the front too, and ``c d a b``
+    Example: ``a b c d a b`` and K = 4: the suffix ``a b`` also occurs at the front, and ``c d a b``
     is proposed.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023; LLMA, arXiv:2304.04487, section 3.
 
     Attributes:
       min_ngram: shortest suffix that counts as a match.
-      max_ngram: longest suffix that is looked at.
+      max_ngram: longest suffix that is tried.
       draft_tokens: K.
     """
 
@@ -52,20 +52,20 @@ class NgramDrafter(DrafterDefaults):
 
     @property
     def declines(self) -> bool:
-        """True: most texts do not repeat themselves most of the time."""
+        """True, because most texts rarely repeat themselves."""
         return True
 
     def with_draft_tokens(self, draft_tokens: int) -> NgramDrafter:
-        """The same lookup with another K."""
+        """Return the same lookup with another K."""
         return replace(self, draft_tokens=draft_tokens)
 
     def init(self, batch: int, capacity: int) -> NgramState:
-        """No tokens yet, room for ``capacity`` and the anchor."""
+        """Return an empty state with room for ``capacity`` tokens and the anchor."""
         tokens = jnp.zeros((batch, capacity + 1), jnp.int32)
         return NgramState(tokens, jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool))
 
     def skip(self, state: NgramState, tokens: jax.Array, length: jax.Array) -> NgramState:
-        """Go on behind the first ``length`` [B] of ``tokens`` [B, S]; nothing was read yet."""
+        """Start after the first ``length`` [B] of ``tokens`` [B, S], in an empty state."""
         size = min(tokens.shape[1], state.tokens.shape[1])
         place = jnp.arange(size, dtype=jnp.int32)[None]
         known = jnp.where(place < length[:, None], tokens[:, :size], 0)
@@ -76,7 +76,7 @@ class NgramDrafter(DrafterDefaults):
         """See :meth:`jaxdraft.base.Drafter.ingest`.
 
         Tokens must follow the ones ingested before, or start again at position 0. A row that does
-        neither has a hole, and so has one that outgrows its capacity.
+        neither has a hole; so does a row that outgrows its capacity.
         """
         committed = needed(self, "tokens", feed.tokens, None)
         brings = feed.count > 0

@@ -18,17 +18,17 @@ class NoDrafter(DrafterDefaults):
         return 0
 
     def init(self, batch: int, capacity: int) -> tuple[()]:
-        """Nothing to remember."""
+        """Return an empty state."""
         del batch, capacity
         return ()
 
     def ingest(self, state: tuple[()], feed: Feed) -> tuple[()]:
-        """Nothing to take in."""
+        """Return the state unchanged."""
         del feed
         return state
 
     def propose(self, state: tuple[()], feed: Feed) -> tuple[tuple[()], Proposal, DraftInfo]:
-        """An empty proposal."""
+        """Return an empty proposal."""
         batch = feed.anchor.shape[0]
         proposal = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32))
         reason = jnp.full((batch,), NoDraft.UNWANTED, jnp.int32)

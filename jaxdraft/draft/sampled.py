@@ -1,4 +1,4 @@
-"""Drafts drawn by chance, with the distributions they were drawn from."""
+"""Randomly drawn drafts, with the distributions they were drawn from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
 def sampled_token(
     logits: jax.Array, how: Draw, step: jax.Array, candidates: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw one token a row from its best ``candidates``.
+    """Draw one token per row from its best ``candidates``.
 
     Args:
       logits: [B, V] float32.
