@@ -1,4 +1,4 @@
-"""The contracts. Read this file first: everything else fills in these names.
+"""Contracts of targets and drafters. Read this file first: the others build on these names.
 
 Letters, with the same meaning in every shape comment, docstring and einsum:
 
@@ -15,11 +15,12 @@ Letters, with the same meaning in every shape comment, docstring and einsum:
 
 Words. A *page* is a piece of a key/value cache; a *block* is only ever the drafter's block of query
 rows. The *anchor* is a row's last token: emitted, not yet in the cache. A *round* verifies,
-commits, feeds the drafter and proposes. *Rollback* is never an action: a round commits the accepted
-rows, and the rest was never committed.
+commits, feeds the drafter and proposes. *Rollback* is never an action: a round commits only the
+accepted rows.
 
 Targets and drafters are *pytrees with methods*: their weights are leaves, everything else is
-static. They cross ``jit`` as arguments like any array, and no weight is baked into a program.
+static. They are passed through ``jit`` as arguments like any array, so no weight becomes a constant
+of a program.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ if TYPE_CHECKING:
     from jaxdraft.state.budget import DrafterCost
 
 NO_PAGE = 2**30
-"""Page id of "no page". Past every pool, so ``mode="drop"`` drops the write; -1 would wrap around
+"""Page id that means "no page". It lies past every pool, so
+``mode="drop"`` drops the write; -1 would wrap around
 to the last page (jax-ml/jax#21708)."""
 
 NO_TOKEN = -1
-"""Token id of "no token" in results. Never fed to a model."""
+"""Token id that means "no token" in results. Never passed to a model."""
 
 MASKED = -1e30
-"""Score of what must not be chosen: large, negative and finite, so no ``inf - inf`` arises."""
+"""Score of banned entries: large, negative and finite, so no ``inf - inf`` arises."""
 
 
 class Status(enum.IntEnum):
-    """What became of a row. Failure under ``jit`` is data."""
+    """Status of a row. Under ``jit``, a failure is reported as data."""
 
     RUNNING = 0
     STOP = 1  # a stop id was emitted
@@ -55,16 +57,16 @@ class Status(enum.IntEnum):
     CONTEXT = 3  # the sequence fills the context
     NONFINITE = 4  # the target's logits are not finite; the row emits nothing from them
     EMPTY = 5  # a padding row: it never ran
-    STOP_STRING = 6  # the text of the output came to a stop string
+    STOP_STRING = 6  # the text of the output contains a stop string
 
     @property
     def reason(self) -> str:
-        """Lower-case word for people: ``"stop"``, ``"length"``, ..."""
+        """Lower-case word for display: ``"stop"``, ``"length"``, ..."""
         return self.name.lower()
 
 
 class NoDraft(enum.IntEnum):
-    """Why a row has no drafts in a round."""
+    """Reason a row has no drafts in a round."""
 
     DRAFTED = 0
     UNWANTED = 1  # the row is finished, or its limit is zero
@@ -74,16 +76,16 @@ class NoDraft(enum.IntEnum):
     DENIED = 5  # no ring or page was free when the row was admitted
     NO_MATCH = 6  # the row's end occurs nowhere before
     OFF = 7  # holes or non-finite scores in too many rounds: switched off for the row
-    PAUSED = 8  # drafts would not pay: acceptance of late is low, or the drafter is not sure
-    INVALID = 9  # what the drafter returned breaks its contract; drafts before that are kept
+    PAUSED = 8  # drafts would not pay: recent acceptance or the drafter's confidence is low
+    INVALID = 9  # the drafter broke its contract; drafts before the violation are kept
 
 
 @struct.dataclass
 class Lattice:
     """C candidates for each of K steps, and a score for every pair of neighbours.
 
-    ``scores[b, k, i, j]`` scores candidate j of step k after candidate i of step k - 1. Before step
-    0 stands the anchor, so all rows of ``scores[b, 0]`` are equal.
+    ``scores[b, k, i, j]`` scores candidate j of step k after candidate i of step k - 1. Step 0
+    follows the anchor, so all rows of ``scores[b, 0]`` are equal.
     """
 
     candidates: jax.Array  # [B, K, C] int32
@@ -92,11 +94,12 @@ class Lattice:
 
 @struct.dataclass
 class Support:
-    """The distributions that drafts were drawn from: draft k from ``probs[b, k]`` over ``tokens``.
+    """Distributions that drafts were drawn from: draft k from ``probs[b, k]`` over ``tokens``.
 
-    Sparse: everything outside has probability zero. The probabilities of a step sum to one; a token
-    that is there twice has the sum of both. Entries of probability zero may hold any token. The
-    support of a step may depend on the drafts drawn before the step, and on nothing drawn later.
+    The representation is sparse: all other tokens have probability zero. The probabilities of a
+    step sum to one. A token listed twice has the sum of both probabilities. Entries of probability
+    zero may hold any token. The support of a step may depend on the drafts drawn before the step,
+    and on nothing drawn later.
     """
 
     tokens: jax.Array  # [B, K, C] int32
@@ -105,11 +108,12 @@ class Support:
 
 @struct.dataclass
 class Proposal:
-    """What a drafter proposes for each row.
+    """Drafts for each row.
 
     Entries of ``tokens`` at or past ``length`` are ``NO_TOKEN``. Without a ``support`` every draft
-    counts as proposed with probability one, which is right for drafts of any origin. Integers may
-    have any width. :func:`jaxdraft.guard.sanitize` ends a proposal before a draft that breaks this.
+    counts as proposed with probability one, which is correct for drafts of any origin. Integers may
+    have any width. :func:`jaxdraft.guard.sanitize` cuts a proposal before the first draft that
+    violates these rules.
     """
 
     tokens: jax.Array  # [B, K] int32
@@ -120,9 +124,9 @@ class Proposal:
 
 @struct.dataclass
 class Truncation:
-    """What temperature, top-k, top-p and min-p, in this order, make of a row of logits."""
+    """Temperature, top-k, top-p and min-p, which apply to a row of logits in this order."""
 
-    temperature: jax.Array  # [B] float32; 0: the best token, always
+    temperature: jax.Array  # [B] float32; 0: always the best token
     top_k: jax.Array  # [B] int32; 0: off
     top_p: jax.Array  # [B] float32; 1: off
     min_p: jax.Array  # [B] float32; 0: off
@@ -130,10 +134,10 @@ class Truncation:
 
 @struct.dataclass
 class Draw:
-    """How drafts are drawn.
+    """Rules and keys for drawing drafts.
 
-    A drafter that draws says from what, in ``Proposal.support``. One that ignores this and proposes
-    what it always does is lossless too.
+    A drafter that draws its drafts reports the distributions in ``Proposal.support``. A drafter may
+    ignore these rules and propose as in greedy decoding: the output stays lossless.
     """
 
     truncation: Truncation
@@ -142,9 +146,9 @@ class Draw:
 
 @struct.dataclass
 class Feed:
-    """Committed rows for a drafter, and what is asked of it.
+    """Committed rows for a drafter, and the drafts requested from it.
 
-    Row b of the batch brings ``count[b]`` committed rows at positions ``first_position[b] + t``.
+    Row b of the batch provides ``count[b]`` committed rows at positions ``first_position[b] + t``.
     Entries at or past ``count`` are ignored. A drafter reads the members it needs.
     """
 
@@ -153,7 +157,7 @@ class Feed:
     first_position: jax.Array  # [B] int32
     anchor: jax.Array  # [B] int32, the token that follows the last committed row
     wants_draft: jax.Array  # [B] bool
-    limit: jax.Array  # [B] int32, the most drafts the row can use
+    limit: jax.Array  # [B] int32, maximum number of drafts for the row
     hidden: jax.Array | None = None  # [B, T, D] rows after the target's final norm
     tokens: jax.Array | None = None  # [B, T] the committed tokens themselves
     draw: Draw | None = None  # None: greedy drafts
@@ -161,20 +165,20 @@ class Feed:
 
 @struct.dataclass
 class DraftInfo:
-    """What happened in a drafter's step. Nothing depends on it."""
+    """Diagnostics of a drafter's step. Nothing depends on them."""
 
     reason: jax.Array  # [B] int32, a NoDraft
-    forwards: jax.Array  # [] int32, forward passes of the drafter that proposed
+    forwards: jax.Array  # [] int32, forward passes for proposals
 
 
 @struct.dataclass
 class TargetOutput:
-    """One forward pass of a target over T token rows.
+    """Result of one forward pass of a target over T token rows.
 
-    ``state`` is *tentative*: nothing in it counts until ``commit`` says how many rows do.
+    ``state`` is *tentative*: none of its rows is valid until ``commit`` sets how many are accepted.
     """
 
-    logits: jax.Array  # [B, T, V] float32; [B, 1, V] when one row was asked for
+    logits: jax.Array  # [B, T, V] float32; [B, 1, V] when one row was requested
     aux: jax.Array | None  # [B, T, A]
     hidden: jax.Array | None  # [B, T, D]
     state: Any
@@ -182,20 +186,20 @@ class TargetOutput:
 
 @runtime_checkable
 class Target(Protocol):
-    """The model whose output must not change. A pytree; see the module docstring."""
+    """Model whose output must not change. A pytree; see the module docstring."""
 
     @property
     def vocab_size(self) -> int:
-        """V: tokens are 0..V-1."""
+        """V; tokens are 0..V-1."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Positions the target can represent."""
+        """Maximum number of positions."""
         ...
 
     def init(self, batch: int, capacity: int) -> Any:
-        """An empty state of ``batch`` rows with room for ``capacity`` positions each."""
+        """Return an empty state of ``batch`` rows with room for ``capacity`` positions each."""
         ...
 
     def forward(
@@ -204,55 +208,55 @@ class Target(Protocol):
         """Run rows ``tokens[b, :count[b]]`` after the committed ones.
 
         Args:
-          tokens: [B, T] int32. Entries at or past ``count`` are ignored, whatever they hold.
+          tokens: [B, T] int32. Entries at or past ``count`` are ignored.
           count: [B] int32, 0..T.
-          state: from ``init`` or ``commit``. Left as it was.
-          row: [B] int32: give logits of this row only, as [B, 1, V].
+          state: state from ``init`` or ``commit``. It is not changed.
+          row: [B] int32, the only row to return logits of, as [B, 1, V]. Default: all rows.
         """
         ...
 
     def commit(self, state: Any, count: jax.Array) -> Any:
-        """The first ``count[b]`` rows of the last ``forward`` happened; the others did not.
+        """Commit the first ``count[b]`` rows of the last ``forward`` and discard the others.
 
         Args:
           state: the tentative state of a ``TargetOutput``.
-          count: [B] int32, 0..T; never more rows than were run.
+          count: [B] int32, 0..T; at most the number of rows that were run.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens. It can fail to help, never to harm. A pytree; see the module docstring.
+    """Proposes tokens. A bad drafter slows generation down but never changes its output.
 
-    These members are all that a drafter needs. What else it may have is in
-    :class:`DrafterDefaults`, with the value that counts for a drafter without it.
+    A drafter is a pytree; see the module docstring. It needs only these members. The optional ones
+    are in :class:`DrafterDefaults`, with their default values.
     """
 
     @property
     def draft_tokens(self) -> int:
-        """K, the most tokens it proposes."""
+        """K, the maximum number of tokens per proposal."""
         ...
 
     def init(self, batch: int, capacity: int) -> Any:
-        """An empty state of ``batch`` rows; ``capacity`` bounds the positions ever ingested."""
+        """Return an empty state of ``batch`` rows, each for up to ``capacity`` positions."""
         ...
 
     def ingest(self, state: Any, feed: Feed) -> Any:
-        """Take in committed rows. Rejected rows never reach a drafter."""
+        """Ingest committed rows. Rejected rows never reach a drafter."""
         ...
 
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """Draft from everything ingested so far, after ``feed.anchor``."""
+        """Draft the tokens after ``feed.anchor`` from everything ingested so far."""
         ...
 
     def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``."""
+        """Run ``ingest``, then ``propose``."""
         ...
 
 
 class Head(NamedTuple):
-    """The last step of a target's forward pass, from a hidden row to logits, on its own."""
+    """Last step of a target's forward pass, from a hidden row to logits."""
 
     width: int  # D, of ``TargetOutput.hidden``
     dtype: DTypeLike  # of ``TargetOutput.hidden``
@@ -260,7 +264,7 @@ class Head(NamedTuple):
 
 
 class TargetDefaults:
-    """The optional members of a target, with their defaults. Inherit them, or write your own.
+    """Optional members of a target, with their defaults. Inherit or override them.
 
     A target that does not inherit them is completed by :func:`full_target`.
     """
@@ -282,57 +286,58 @@ class TargetDefaults:
 
     @property
     def head(self) -> Head | None:
-        """The head alone, so that a prompt of many chunks pays for it once.
+        """Separate head, so that a prompt of many chunks runs it only once.
 
-        By default there is none, and the logits of every chunk are computed.
+        None by default: the logits of every chunk are computed.
         """
         return None
 
     def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-        """Start rows behind positions whose pages are filled already.
+        """Start rows after positions whose pages are already filled.
 
         Args:
-          state: a state of rows that have read nothing.
-          tokens: [B, S] int32, the rows' texts.
-          length: [B] int32, positions in their pages.
+          state: state of rows without any committed position.
+          tokens: [B, S] int32, the tokens of the rows.
+          length: [B] int32, number of positions in the filled pages.
 
         Returns:
-          The state, or None: rows remember more than their pages hold. The default is None, unless
-          the state is empty.
+          The state, or None if the state of a row includes more than its pages. The default is
+          None, unless the state is empty.
         """
         del tokens, length
         return None if jax.tree.leaves(state) else state
 
 
 class DrafterDefaults:
-    """The optional members of a drafter, with their defaults. Inherit them, or write your own.
+    """Optional members of a drafter, with their defaults. Inherit or override them.
 
     A drafter that does not inherit them is completed by :func:`full_drafter`.
     """
 
     @property
     def declines(self) -> bool:
-        """Whether it often proposes nothing.
+        """Whether the drafter often proposes nothing.
 
-        Rounds in which no row has drafts then cost a plain step, for a program of twice the size.
+        If true, rounds without drafts in any row cost a plain step, but the program is twice as
+        large.
         """
         return False
 
     @property
     def overlap(self) -> int:
-        """Tokens after a page of its pool that the page's content depends on."""
+        """Number of tokens after a page that the content of the page depends on."""
         return 0
 
     @property
     def windowed(self) -> bool:
-        """Whether ``init_pool`` takes ``rings`` and ``page_size``, and no pages."""
+        """Whether ``init_pool`` takes ``rings`` and ``page_size`` instead of pages."""
         return False
 
     def with_draft_tokens(self, draft_tokens: int) -> Drafter:
         """Return the same drafter with another K.
 
         Raises:
-          ValueError: it has no other K, as by default.
+          ValueError: the drafter does not support this K. By default only its own is supported.
         """
         part = cast(Drafter, self)
         if draft_tokens == part.draft_tokens:
@@ -357,14 +362,14 @@ class DrafterDefaults:
         return cast(Drafter, self).init(batch, columns * page_size)
 
     def skip(self, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
-        """Start rows behind positions whose pages are filled; see :meth:`TargetDefaults.skip`."""
+        """Start rows after positions with filled pages; see :meth:`TargetDefaults.skip`."""
         del tokens, length
         return None if jax.tree.leaves(state) else state
 
     def learned(self, state: Any) -> Any:
-        """Return what the state knows of its rows that no text tells, for example acceptance.
+        """Return the part of the state that cannot be rebuilt from tokens, for example acceptance.
 
-        A row that loses its place in an engine gets it back from :meth:`with_learned`.
+        :meth:`with_learned` restores it for a row that was evicted from an engine.
 
         Returns:
           A pytree of arrays [B, ...]. By default an empty one.
@@ -373,21 +378,21 @@ class DrafterDefaults:
         return ()
 
     def with_learned(self, state: Any, learned: Any) -> Any:
-        """Return the state with what :meth:`learned` gave."""
+        """Return the state with the values from :meth:`learned` restored."""
         del learned
         return state
 
     def misses(self, state: Any) -> jax.Array | int:
-        """Count how often a row found no room in the drafter's pool: 0 by default."""
+        """Count how often the drafter's pool had no room for a row. The default is 0."""
         del state
         return 0
 
     def cost(self) -> DrafterCost | None:
-        """Tell what it costs in an engine's memory; None: whatever ``init`` allocates."""
+        """Return the memory cost in an engine. None means the size of what ``init`` allocates."""
         return None
 
     def step(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """``ingest`` then ``propose``, as one compiled program."""
+        """Run ``ingest``, then ``propose``, as one compiled program."""
         return _step(cast(Drafter, self), state, feed)
 
 
@@ -397,15 +402,15 @@ def _step(drafter: Drafter, state: Any, feed: Feed) -> tuple[Any, Proposal, Draf
 
 
 class FullTarget(TargetDefaults, Target):
-    """A target with all members, as :func:`full_target` returns it."""
+    """Target with all members, as returned by :func:`full_target`."""
 
 
 class FullDrafter(DrafterDefaults, Drafter):
-    """A drafter with all members, as :func:`full_drafter` returns it."""
+    """Drafter with all members, as returned by :func:`full_drafter`."""
 
 
 class _Completed:
-    """A target or drafter whose missing optional members are those of ``defaults``."""
+    """Target or drafter whose missing optional members come from ``defaults``."""
 
     def __init__(self, part: Any, defaults: type) -> None:
         self._part, self._defaults = part, defaults

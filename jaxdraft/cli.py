@@ -64,7 +64,7 @@ BlockedOption = Annotated[
 
 @app.callback()
 def main() -> None:
-    """Set up what every command shares: the persistent compilation cache."""
+    """Set up the persistent compilation cache for all commands."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "jaxdraft" / "xla"))
@@ -91,7 +91,7 @@ def inspect(
         str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
     ] = None,
 ) -> None:
-    """Say what a model is: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
+    """Describe a model: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
     with _friendly():
         if memory is None and (max_batch, context, page_size) != (None, None, None):
             raise ValueError("--max-batch, --context and --page-size go with --memory")
@@ -147,7 +147,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text.")] = None,
 ) -> None:
-    """Stream a continuation, then say how it went: tokens/s, tokens a round, acceptance."""
+    """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with _friendly():
         model, drafter = _load(folder, dtype, drafter, blocked=blocked)
         if model.text is None:
@@ -274,23 +274,23 @@ def demo(
 
 
 def embedded_prompts() -> list[dict[str, Any]]:
-    """The held-out prompts that come with the embedded model."""
+    """Return the held-out prompts that come with the embedded model."""
     return json.loads((EMBEDDED / "prompts.json").read_text(encoding="utf-8"))["prompts"]
 
 
 @dataclasses.dataclass
 class Timed:
-    """One way of decoding, timed over all prompts."""
+    """Timing of one way of decoding, over all prompts."""
 
     name: str
     outputs: list[Output]
-    seconds: list[float]  # one a repeat, all prompts together
+    seconds: list[float]  # one per repeat, all prompts together
     tokens: int
     compile_seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over the repeats."""
+        """Median tokens per second over the repeats."""
         return self.tokens / statistics.median(self.seconds)
 
     @property
@@ -363,10 +363,10 @@ def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
 def _load(
     folder: Path, dtype: str | None, drafter: str = "auto", *, blocked: bool = False
 ) -> tuple[Model, str]:
-    """Load with a progress bar; of a checkpoint with several drafters, the one that is named.
+    """Load a model with a progress bar, and the named drafter if a checkpoint has several.
 
     Returns:
-      The model, and what :func:`jaxdraft.generate` calls the drafter.
+      The model, and the drafter's name for :func:`jaxdraft.generate`.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
@@ -433,7 +433,7 @@ def _facts_table(folder: Path, facts: dict[str, Any]) -> Table:
 
 
 def _plan_table(plan: Plan) -> Table:
-    """Every term of a plan, and what is left for sequences."""
+    """Return a table of every term of a plan and the memory left for sequences."""
     table = Table(title=f"what fits in {format_bytes(plan.memory or plan.bytes)}")
     table.add_column("for")
     for column in ("count", "bytes each", "bytes"):
@@ -455,7 +455,7 @@ def _plan_table(plan: Plan) -> Table:
 
 @contextmanager
 def _friendly() -> Generator[None]:
-    """Errors about the input are messages, not tracebacks."""
+    """Print errors about the input as messages, not tracebacks."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,7 +1,7 @@
 """Generation: one XLA program for a whole batch, and a streaming driver over the same round.
 
-The host prepares arrays and reads results; between the first and the last token nothing crosses
-to it. With arrays in, :func:`generate` traces under the caller's own ``jit``.
+The host prepares arrays and reads results. Nothing is transferred to it between the first and the
+last token. With arrays in, :func:`generate` traces under the caller's own ``jit``.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from jaxdraft.text import OutputText, Text
 
 @struct.dataclass
 class Trace:
-    """What happened round by round."""
+    """Record of every round."""
 
-    accepted: jax.Array  # [B, rounds] int32 accepted drafts; -1 past a row's end
+    accepted: jax.Array  # [B, rounds] int32 accepted drafts; -1 after the row has ended
 
 
 @struct.dataclass
 class Output:
-    """What was generated."""
+    """Result of a generation."""
 
-    tokens: jax.Array  # [B, N] int32, NO_TOKEN past ``lengths``; the prompt is not in it
+    tokens: jax.Array  # [B, N] int32 without the prompt; NO_TOKEN past ``lengths``
     lengths: jax.Array  # [B] int32
     status: jax.Array  # [B] int32, a Status
     stats: Stats
     trace: Trace | None = None
-    logprobs: Logprobs | None = None  # T = N, when asked for
+    logprobs: Logprobs | None = None  # T = N; None unless requested
     prompts: jax.Array | None = None  # [B, P] int32, padded
     prompt_lengths: jax.Array | None = None  # [B] int32
     text: Text | None = struct.field(pytree_node=False, default=None)
@@ -58,19 +58,19 @@ class Output:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each row ended: "stop", "stop_string", "length", "context", "nonfinite"."""
+        """Reason each row ended: "stop", "stop_string", "length", "context" or "nonfinite"."""
         return [Status(int(code)).reason for code in np.asarray(self.status)]
 
     def ids(self) -> list[list[int]]:
-        """The tokens of each row as a list."""
+        """Return the tokens of each row as a list."""
         tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
         return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
     def texts(self) -> list[str]:
-        """The text of each row after its prompt, before the stop string that ended it if one did.
+        """Return the text of each row, without the prompt and the stop string that ended it.
 
         Raises:
-          ValueError: the model came without a tokenizer.
+          ValueError: the model has no tokenizer.
         """
         if self.text is None:
             raise ValueError("the model has no tokenizer: read out.tokens and out.lengths instead")
@@ -89,7 +89,7 @@ class Output:
 
 @struct.dataclass
 class Event:
-    """What one row received in one round of :func:`stream`."""
+    """Tokens that one row received in one round of :func:`stream`."""
 
     row: int
     tokens: list[int]
@@ -101,7 +101,7 @@ class Event:
 
 @struct.dataclass
 class Scored:
-    """One forward pass over given tokens."""
+    """Result of one forward pass over given tokens."""
 
     logits: jax.Array  # [B, T, V] float32; row t predicts token t + 1
     aux_hidden: jax.Array | None  # [B, T, A]
@@ -127,40 +127,44 @@ def generate(
     trace: bool = False,
     throw: bool = True,
 ) -> Output:
-    """Continue every prompt, losslessly: what comes out is the target's own.
+    """Continue every prompt losslessly: drafting never changes what the target would produce.
 
-    Any argument may be traced by a transformation of JAX, but for those that decide about shapes:
+    Any argument may be traced by a JAX transformation, except those that determine shapes:
     ``max_new_tokens``, ``max_length``, ``draft_tokens``, ``logprobs``, ``memory`` and the strings.
     Inside ``shard_map``, pass ``check_vma=False`` to it.
 
-    Greedily, the tokens are those of the target alone; sampled, their distribution is. The whole
-    generation is one compiled program. Prompts and outputs share buffers whose sizes are powers of
-    two, so other prompts, limits and stop ids of the same bucket compile nothing.
+    Greedy decoding gives the tokens of the target alone. Sampling gives tokens with the same
+    distribution as the target alone. The whole generation is one compiled program. Prompts and
+    outputs share buffers whose sizes are powers of two, so other prompts, limits and stop ids of
+    the same bucket compile nothing.
 
     Args:
-      model: from :func:`jaxdraft.load` or ``Model.of``.
-      prompts: a string; strings; ids, [P]; several of those; or a padded [B, P] integer array with
-        ``lengths``.
-      lengths: [B], with an array: how many ids of each row are its prompt. Default: all.
-      max_new_tokens: tokens to emit, one number or one a row. Under ``jit``: one Python number.
+      model: model from :func:`jaxdraft.load` or ``Model.of``.
+      prompts: a string; several strings; ids, [P]; several sequences of ids; or a padded [B, P]
+        integer array with ``lengths``.
+      lengths: [B], number of ids in each row's prompt, for an array. Default: all.
+      max_new_tokens: tokens to emit, one number or one per row. Under ``jit``: one Python number.
       drafter: "auto" (the model's own, if it has one), its kind ("mtp", "dflash2", "dspark"),
-        "ngram" or "none", which always work; two with a plus between, "ngram+auto", for the second
-        where the first is silent; or a drafter of your own.
-      sampling: how tokens are chosen; see :class:`jaxdraft.Sampling`. Default: greedily.
+        "ngram" or "none", which always work; two joined by a plus, "ngram+auto", to use the second
+        where the first proposes nothing; or your own drafter.
+      sampling: rules for choosing tokens; see :class:`jaxdraft.Sampling`. Default: greedy.
       key: a PRNG key of any kind, or a seed for one; needed above temperature zero. Row i draws
-        from ``fold_in(key, i)`` alone: what is in the other rows does not matter.
+        from ``fold_in(key, i)`` only, independently of the other rows.
       stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
-      stop: strings that end a row. The token that completes one is the last; texts end before it.
-      draft_limit: the most drafts a row may use in a round, one number or one a row. Default: K.
+      stop: strings that end a row. The token that completes one is the row's last. Texts end
+        before the string.
+      draft_limit: maximum number of drafts per round, one number or one per row. Default: K.
       max_length: the longest sequence, prompt included. Default: the model's context.
-      draft_tokens: K of a drafter that can have any, "mtp" and "ngram", or of a block drafter, up
-        to what its block has. Static: another K is another program, where another
-        ``draft_limit`` is not. Default: the drafter's own.
-      logprobs: also give ``out.logprobs``: of every token, and of the best so many alternatives.
-      memory: bytes, or a string like "12GiB": refuse a batch whose weights and state need more,
-        before anything is allocated. See :func:`jaxdraft.plan` for what would fit.
-      trace: also give ``out.trace``.
-      throw: raise when a row's logits were not finite, instead of only saying so in ``status``.
+      draft_tokens: K of the drafter: any number for "mtp" and "ngram", at most the number of its
+        block for a block drafter. Static: another K compiles another program, unlike another
+        ``draft_limit``. Default: the drafter's own K.
+      logprobs: number of alternatives in ``out.logprobs``, which also has the log-probability of
+        every token. Default: no ``out.logprobs``.
+      memory: limit in bytes, or a string like "12GiB". A batch whose weights and state need more
+        is refused before anything is allocated. :func:`jaxdraft.plan` computes what fits.
+      trace: whether to return ``out.trace``.
+      throw: whether to raise when a row's logits are not finite. Otherwise only ``status``
+        reports it.
 
     Returns:
       Tokens [B, N], their number [B], and counters.
@@ -187,7 +191,7 @@ def generate(
         logprobs=logprobs,
     )
     out = _described(out, model, ready)
-    if traced(out):  # by way of any argument: the output's values are not there yet
+    if traced(out):  # through any argument: the output has no concrete values yet
         cropped = jax.tree.map(lambda x: x[:, : ready.wanted], out.logprobs)
         return replace(out, tokens=out.tokens[:, : ready.wanted], logprobs=cropped)
     return _finish(out, ready.wanted, throw)
@@ -211,10 +215,11 @@ def stream(
     memory: int | str | None = None,
     throw: bool = True,
 ) -> Iterator[Event]:
-    """Like :func:`generate`, round by round: an event for every row that received tokens.
+    """Generate round by round, with one event per row that received tokens.
 
-    The same prefill and the same round are called from Python, and give the same tokens. The
-    generator returns the final :class:`Output` (the ``value`` of its ``StopIteration``).
+    Python calls the same prefill and the same round as :func:`generate`, with the same tokens as
+    the result. The generator returns the final :class:`Output` (the ``value`` of its
+    ``StopIteration``).
 
     Args, Raises: see :func:`generate`. Arguments are checked before this returns.
     """
@@ -231,19 +236,18 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
     """Run the target over given tokens, from an empty state.
 
     Args:
-      model: from :func:`jaxdraft.load` or ``Model.of``.
-      tokens: as ``prompts`` of :func:`generate`.
-      lengths: [B], with an array. What a row holds past its length has no meaning.
+      model: model from :func:`jaxdraft.load` or ``Model.of``.
+      tokens: tokens in any form that ``prompts`` of :func:`generate` accepts.
+      lengths: [B], length of each row, for an array. Results past a row's length are meaningless.
 
     Differentiable with respect to the floats of ``model``, in forward and in reverse mode. Rows are
-    computed again in chunks, so a gradient keeps about the square root of as many copies of the
-    state as the tokens have chunks.
+    recomputed in chunks: with n chunks, a gradient keeps about sqrt(n) copies of the state.
 
     Returns:
       Logits [B, T, V], auxiliary states [B, T, A] and hidden rows [B, T, D].
 
     Raises:
-      ValueError: as :func:`generate`, for tokens outside the vocabulary or the context.
+      ValueError: as for :func:`generate`: tokens outside the vocabulary or the context.
     """
     guard.check_target(model.target)
     ids, count = given.arrays(model, tokens, lengths)
@@ -279,7 +283,7 @@ def _generate(
     trace: bool,
     logprobs: int | None,
 ) -> Output:
-    """Prefill, then rounds until every row is done."""
+    """Run the prefill, then rounds until every row is done."""
     Carry = tuple[RoundState, jax.Array, Trace | None, Logprobs | None]
     state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, logprobs)
     batch = tokens.shape[0]
@@ -355,7 +359,7 @@ def _no_logprobs(batch: int, size: int, alternatives: int | None) -> Logprobs | 
 
 
 def _append(said: Logprobs | None, info: RoundInfo, start: jax.Array) -> Logprobs | None:
-    """Put a round's log-probabilities behind the ``start`` [B] that are there."""
+    """Append a round's log-probabilities to the ``start`` [B] existing ones."""
     if said is None or info.logprobs is None:
         return said
     step = jnp.arange(info.logprobs.token.shape[1], dtype=jnp.int32)[None]
@@ -427,7 +431,7 @@ def _prepare(
     draft_tokens: int | None,
     memory: int | str | None,
 ) -> _Prepared:
-    """Check everything, then put it on the device."""
+    """Check all arguments, then transfer them to the device."""
     guard.check_target(model.target)
     given.check_static(
         max_new_tokens=options.max_new_tokens, max_length=options.max_length,
@@ -462,7 +466,7 @@ def _prepare(
 
 
 def _described(out: Output, model: Model, ready: _Prepared) -> Output:
-    """Add what the texts of an output are read with."""
+    """Add the fields that ``Output.texts`` needs."""
     return replace(
         out, prompts=ready.tokens, prompt_lengths=ready.lengths, text=model.text, stop=ready.stop
     )

@@ -1,4 +1,4 @@
-"""Streams of random numbers, one per row: what a row draws never depends on the rows beside it."""
+"""Streams of random numbers, one per row: a row's draws never depend on the other rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 STREAM_IMPL = "threefry2x32"
-"""The kind of all keys that are drawn from; see :func:`own_streams`."""
+"""Kind of all keys used for draws; see :func:`own_streams`."""
 
 
 def row_streams(key: jax.Array | int, batch: int, *, first: int = 0) -> jax.Array:
-    """A stream for every row, [B] keys: row i has ``fold_in(key, first + i)``.
+    """Return a stream for every row, [B] keys: row i has ``fold_in(key, first + i)``.
 
     Args:
-      key: a key of any kind, its raw words, or a seed. Of a seed the low 32 bits count.
+      key: a key of any kind, its raw words, or a seed. Only the low 32 bits of a seed are used.
       batch: B.
-      first: the first row's number.
+      first: number of the first row.
 
     Raises:
-      ValueError: it is none of these, or several keys.
+      ValueError: ``key`` is none of these, or several keys.
     """
     rows = np.arange(first, first + batch, dtype=np.int32)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_one_key(key), jax.device_put(rows))
@@ -50,10 +50,11 @@ def _one_key(key: Any) -> jax.Array:
 
 
 def own_streams(keys: jax.Array) -> jax.Array:
-    """Keys [...] of which each draws the same whatever keys are beside it.
+    """Return keys [...] whose draws do not depend on the other keys of the batch.
 
-    Those of threefry are such, and stay what they are. Of other kinds (``rbg``, ``unsafe_rbg``) a
-    batch draws from its first key alone under ``vmap``: their words are folded into a threefry key.
+    Threefry keys have this property and are returned unchanged. With other kinds (``rbg``,
+    ``unsafe_rbg``) a batch under ``vmap`` draws from its first key only, so their words are folded
+    into a threefry key.
     """
     if jax.random.key_impl(keys) == STREAM_IMPL:
         return keys
@@ -70,7 +71,7 @@ def own_streams(keys: jax.Array) -> jax.Array:
 
 
 def draw_keys(streams: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    """The keys [B] of what is drawn for ``purpose`` at ``position`` [B]."""
+    """Return the keys [B] for draws with the given ``purpose`` at ``position`` [B]."""
     return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(s, p), purpose))(
         streams, position
     )

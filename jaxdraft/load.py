@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LoadWarning(UserWarning):
-    """A model was loaded, and not with everything that its files ask for."""
+    """Warning that a model was loaded without applying all settings of its files."""
 
 
 def load(
@@ -38,40 +38,39 @@ def load(
     """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
 
     Everything is checked before any array is allocated: the configuration, both graphs node by
-    node or every tensor of the checkpoint, file sizes, and what target and drafter must agree on.
+    node or every tensor of the checkpoint, file sizes, and the consistency of target and drafter.
 
     Args:
       folder: an artifact holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a
         tokenizer. A checkpoint holds ``config.json`` and safetensors of a target, or a folder
         ``target`` that does, with block drafters in folders ``dflash2`` and ``dspark``; see
         :func:`jaxdraft.checkpoint.save`.
-      dtype: of the weights and activations; default: the artifact's own.
-      packed: keep the matrices of MatMulNBits packed in memory and dequantize them inside every
-        product, to the same numbers. Head, embedding and experts are dequantized on load always,
-        and so is every matrix of a checkpoint.
-      blocked: keep the target's matrices in blocks, too, which takes twice the memory. On CPUs
-        windows of two to six rows, which is to say one request with one to five drafts, cost less
-        then, and up to five rows little more than one. See
+      dtype: type of the weights and activations. Default: the artifact's own.
+      packed: whether to keep the matrices of MatMulNBits packed and dequantize them inside
+        every product, to the same numbers. Head, embedding and experts are always dequantized on
+        load, and so is every matrix of a checkpoint.
+      blocked: whether to keep the target's matrices in blocks, too, which takes twice the memory.
+        On CPUs it makes windows of two to six rows (one request with one to five drafts) cheaper:
+        up to five rows cost little more than one. See
         :class:`jaxdraft.nn.linear.BlockedLinear`.
-      drafter: which drafter of a checkpoint: its kind, or its folder; "smollm2" for the one that
-        comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`); "none": none is read, whatever
-        there is. Default: the first there is of DFlash2, DSpark and MTP. An artifact has one at
-        most.
+      drafter: drafter of a checkpoint: its kind, or its folder; "smollm2" for the one that
+        comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`); "none" to read no drafter.
+        Default: the first available of DFlash2, DSpark and MTP. An artifact has at most one.
       kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
         :mod:`jaxdraft.kernels`. Default: the environment variable ``JAXDRAFT_KERNELS``, or "xla".
-      progress: called with (bytes done, bytes in all, what is being read).
+      progress: function called with (bytes done, total bytes, name of the current item).
 
     Returns:
       The model, on JAX's default device.
 
     Raises:
-      ArtifactError: a ``ValueError`` that names the file and the tensor, node or key, and says what
-        was found and what was expected.
-      ValueError: an argument that this kind of folder or device has no use for.
+      ArtifactError: a ``ValueError`` with the file, the tensor, node or key, the value found and
+        the value expected.
+      ValueError: an argument that does not apply to this kind of folder or device.
 
     Warns:
-      LoadWarning: the files ask for what they do not get: settings that are not applied or not
-        known, a drafter whose tensors are missing. Once, with all of them.
+      LoadWarning: settings of the files are unknown or not applied, or tensors of a drafter are
+        missing. One warning lists all of them.
     """
     from convert import load_folder
 
@@ -85,14 +84,14 @@ def load(
 
 
 def inspect(folder: str | Path, drafter: str | Path | None = None) -> convert.Report:
-    """Read everything about an artifact or a checkpoint but its weights.
+    """Read everything about an artifact or a checkpoint except its weights.
 
-    Nothing that is wrong with the files raises: the report lists it, and everything that would have
-    no effect.
+    Faults of the files do not raise: the report lists them, together with all settings that would
+    have no effect.
 
     Args:
       folder: as in :func:`load`.
-      drafter: likewise.
+      drafter: as in :func:`load`.
 
     Raises:
       FileNotFoundError: there is no such folder.
@@ -110,7 +109,7 @@ def drafter_kinds(folder: str | Path) -> tuple[DrafterKind, ...]:
       folder: as in :func:`load`.
 
     Raises:
-      ArtifactError: the target is not as it should be.
+      ArtifactError: the target is invalid.
     """
     from convert import drafter_kinds
 
@@ -118,7 +117,7 @@ def drafter_kinds(folder: str | Path) -> tuple[DrafterKind, ...]:
 
 
 def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
-    """Warn once about what the files ask for and do not get."""
+    """Warn once about all settings of the files that are not applied."""
     if loaded.warnings:
         lines = "".join(f"\n  {text}" for text in loaded.warnings)
         warnings.warn(f"{folder} asks for what it does not get:{lines}", LoadWarning, stacklevel=3)
@@ -127,12 +126,12 @@ def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
 def assemble(
     loaded: convert.Loaded, folder: Path, *, name: str | None = None, blocked: bool = False
 ) -> Model:
-    """The model of what the converter read.
+    """Return the model for the converter's result.
 
     Args:
       loaded: a ``convert.Loaded``.
-      folder: where the tokenizer is.
-      name: for people; default: that of ``folder``.
+      folder: folder of the tokenizer.
+      name: name for display. Default: that of ``folder``.
       blocked: see :func:`load`.
     """
     from jaxdraft.kinds import KINDS

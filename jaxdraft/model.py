@@ -1,4 +1,4 @@
-"""A loaded model: a target, perhaps a drafter, and what the artifact says about them."""
+"""Loaded models: a target, optionally a drafter, and the metadata of the artifact."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdraft.text import Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What is known about a model beside its arrays.
+    """Facts about a model, apart from its arrays.
 
     Attributes:
-      name: of the artifact's folder, for people.
+      name: name of the artifact's folder, for display.
       stop_ids: tokens that end a sequence.
-      context_length: the longest sequence.
+      context_length: maximum length of a sequence.
       drafter: kind of the drafter, or "none".
     """
 
@@ -33,10 +33,10 @@ class ModelInfo:
 
 @struct.dataclass
 class Model:
-    """A target with its drafter. A pytree: pass it through ``jit`` like any array.
+    """Target with its drafter. A pytree: pass it through ``jit`` like any array.
 
-    ``jax.export`` takes it as an argument, too. It can serialize only programs whose arguments it
-    knows, so for those pass the leaves:
+    ``jax.export`` takes it as an argument, too. It can serialize only programs with arguments of
+    registered types, so pass the leaves to those:
 
         leaves, tree = jax.tree.flatten(model)
         run = jax.jit(lambda leaves, ids: jaxdraft.generate(tree.unflatten(leaves), ids).tokens)
@@ -58,14 +58,14 @@ class Model:
         text: Text | None = None,
         name: str = "model",
     ) -> Model:
-        """A model from a target and a drafter of your own.
+        """Return a model made from your own target and drafter.
 
         Args:
           target: anything that is a :class:`jaxdraft.base.Target`.
-          drafter: anything that is a :class:`jaxdraft.base.Drafter`; none: plain decoding.
+          drafter: anything that is a :class:`jaxdraft.base.Drafter`. None: plain decoding.
           stop_ids: tokens that end a sequence.
           text: tokenizer and chat template, for prompts that are strings.
-          name: for people.
+          name: name for display.
 
         Raises:
           ValueError: a member of the target or the drafter is missing.
@@ -80,14 +80,14 @@ class Model:
         return cls(target, own, info, text)
 
     def choose(self, drafter: str | Drafter, draft_tokens: int | None = None) -> Drafter:
-        """The drafter that a name means.
+        """Return the drafter with the given name.
 
         Args:
           drafter: "auto", the model's own; its kind, as in ``info.drafter``; "ngram" and "none",
-            which need no weights and always work; two of these with a plus between, "ngram+auto",
-            for the second where the first is silent; or a drafter, which is what it is.
-          draft_tokens: K, of a drafter that can have any ("ngram", "mtp"), or up to as many as its
-            block has (DFlash2, DSpark). Default: its own.
+            which need no weights and always work; two of these joined by a plus, "ngram+auto",
+            to use the second where the first proposes nothing; or a drafter, returned as it is.
+          draft_tokens: K of the drafter: any number for "ngram" and "mtp", at most the number of
+            its block for DFlash2 and DSpark. Default: the drafter's own K.
 
         Raises:
           ValueError: there is no such drafter, or its K is fixed.

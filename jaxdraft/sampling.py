@@ -1,26 +1,28 @@
 """Logits -> distributions -> tokens.
 
-What is done to a row of logits, in this order:
+These steps apply to a row of logits, in this order:
 
 1. repetition penalty r, for tokens of prompt and output: positive logits are divided by r, others
    multiplied (Keskar et al., arXiv:1909.05858, section 4.1);
 2. presence and frequency penalties, for tokens of the output: ``presence`` once, ``frequency`` for
    every time the token was emitted;
 3. logit bias;
-4. bans: what a mask does not allow, and stop ids while fewer than ``min_new_tokens`` are out;
-5. temperature; at 0 the best token has probability one, ties go to the lowest id, and 6 to 8 have
-   nothing left to do;
-6. top-k: the k largest, of what is left after every earlier step, as for the next two;
+4. bans: tokens that a mask does not allow, and stop ids while fewer than ``min_new_tokens`` tokens
+   are emitted;
+5. temperature; at 0 the best token has probability one, ties go to the lowest id, and steps 6 to 8
+   have no effect;
+6. top-k: the k largest logits; this and the next two steps apply to the tokens left by all earlier
+   steps;
 7. top-p: the smallest set of most probable tokens whose mass reaches p (Holtzman et al.,
    arXiv:1904.09751);
 8. min-p: tokens at least p times as probable as the most probable (Nguyen et al.,
    arXiv:2407.01082).
 
-Tokens of equal probability stand or fall together: each of the last three is a threshold.
+Tokens of equal probability are kept or removed together: each of the last three is a threshold.
 
-In a verify window row i has the history it would have had alone: the drafts before it count.
-Everything random follows from a row's own key and the position it is needed at, so a state carries
-no keys and a row draws the same whatever the batch around it.
+In a verify window, the history of row i includes the drafts before it, as in plain decoding.
+Random draws depend only on a row's own key and the position of the draw. So a state holds no keys,
+and the draws of a row do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from jaxdraft.ranking import largest_first
 Proposals = Literal["lattice", "greedy_path", "independent", "none"]
 
 PROPOSALS: tuple[Proposals, ...] = ("lattice", "greedy_path", "independent", "none")
-"""How drafts are proposed to a sampled row; see :class:`Sampling`."""
+"""Ways to propose drafts for a sampled row; see :class:`Sampling`."""
 
 
 class _Numbers(NamedTuple):
@@ -54,21 +56,20 @@ class _Numbers(NamedTuple):
 
 
 INDEPENDENT = _Numbers(temperature=0.1, top_k=0, top_p=0.95, min_p=0.3)
-"""How ``independent`` draws its drafts, whatever the target's own rules."""
+"""Rules by which ``independent`` draws drafts, regardless of the target's rules."""
 
 _SORTED = 256
-"""Largest logits that are looked at before the whole vocabulary is."""
+"""Number of largest logits to search before searching the whole vocabulary."""
 
 _Number = float | Sequence[float] | np.ndarray | jax.Array
 
 
 @struct.dataclass(kw_only=True)
 class Sampling:
-    """How tokens are chosen. The module says in which order.
+    """Rules for choosing tokens. The module docstring gives their order.
 
-    Every number may be one for all rows, or one a row. All of them are dynamic: changing them
-    compiles nothing. Only whether there are penalties, a bias or a mask at all is part of the
-    program.
+    Every number may be one for all rows, or one per row. All of them are dynamic: changing them
+    compiles nothing. Only the presence of penalties, a bias or a mask is part of the program.
 
     Attributes:
       temperature: 0 is greedy.
@@ -78,19 +79,20 @@ class Sampling:
       repetition_penalty: 1 is off.
       presence_penalty: in logits; 0 is off.
       frequency_penalty: in logits; 0 is off.
-      min_new_tokens: stop ids are banned, and stop strings ignored, before so many tokens are out.
+      min_new_tokens: stop ids are banned, and stop strings ignored, until so many tokens are
+        emitted.
       logit_bias: ``{token: bias}`` or an array [V] or [B, V], added to the logits.
       allowed: bool, [V] or [B, V]: tokens that may be chosen.
       mask: for research: a traceable function of one row's history, ``mask(tokens [S] int32, length
         [] int32) -> bool [V]``, the tokens that may follow ``tokens[:length]``. Compared by
-        identity: another function is another program.
-      proposals: how drafts for a sampled row are proposed. None of them changes what comes out,
-        only how many drafts stand.
+        identity: another function compiles another program.
+      proposals: way to propose drafts for a sampled row. It does not change the distribution of
+        the output, only the number of accepted drafts.
 
         * ``lattice``: each draft is drawn from the scores that its predecessor gives its
-          candidates, tempered and truncated as the target is;
+          candidates, tempered and truncated like the target's logits;
         * ``greedy_path``: the best candidate at each step, as in greedy decoding;
-        * ``independent``: drawn as by ``lattice``, with rules of its own: temperature 0.1, top-p
+        * ``independent``: drawn as by ``lattice``, with separate rules: temperature 0.1, top-p
           0.95, min-p 0.3;
         * ``none``: sampled rows get no drafts.
     """
@@ -112,18 +114,18 @@ class Sampling:
 
     @property
     def random(self) -> bool:
-        """Whether a key is needed: false only if the temperature is known to be zero."""
+        """Whether a key is needed. False only if the temperature is known to be zero."""
         if _traced(self.temperature):
             return True
         return bool(np.any(np.asarray(jax.device_get(self.temperature)) > 0))
 
     def resolve(self, batch: int, vocab_size: int, streams: jax.Array | None) -> SamplingRules:
-        """Check everything, and bring it to arrays of ``batch`` rows.
+        """Check all values and convert them to arrays of ``batch`` rows.
 
         Args:
           batch: B.
           vocab_size: V.
-          streams: a key a row, [B]; None if nothing is random.
+          streams: one key per row, [B]; None if no row is random.
 
         Raises:
           ValueError: a value outside its range, a token outside the vocabulary, a mask that allows
@@ -168,7 +170,7 @@ class Sampling:
         )
 
     def _drafts(self, target: Truncation) -> Truncation:
-        """The rules drafts are drawn by; greedy rows draft greedily."""
+        """Return the rules for drawing drafts; greedy rows draft greedily."""
         if self.proposals == "greedy_path":
             return replace(target, temperature=target.temperature * np.float32(0))
         if self.proposals == "independent":
@@ -182,7 +184,7 @@ class Sampling:
         return target
 
     def limit(self, draft_limit: Any, rules: SamplingRules) -> Any:
-        """``draft_limit`` [B], zero for the sampled rows of ``proposals="none"``."""
+        """Return ``draft_limit`` [B], zero for the sampled rows of ``proposals="none"``."""
         if self.proposals != "none":
             return draft_limit
         sampled = rules.target.temperature > 0
@@ -192,7 +194,7 @@ class Sampling:
 
 @struct.dataclass
 class Penalties:
-    """For tokens that were there before."""
+    """Penalties for tokens that occurred before."""
 
     repetition: jax.Array  # [B] float32
     presence: jax.Array  # [B] float32
@@ -201,7 +203,7 @@ class Penalties:
 
 @struct.dataclass
 class SamplingRules:
-    """:class:`Sampling` as the round reads it: a value a row."""
+    """:class:`Sampling` in the form for a round: one value per row."""
 
     target: Truncation
     drafts: Truncation
@@ -217,16 +219,16 @@ class SamplingRules:
 
 @struct.dataclass
 class History:
-    """What stands before a window of verify rows."""
+    """Tokens before and in a window of verify rows."""
 
     tokens: jax.Array  # [B, S] int32: prompt and output
     length: jax.Array  # [B] int32, tokens before the window's first prediction
-    emitted: jax.Array  # [B] int32, those of them that are output
-    drafts: jax.Array  # [B, K] int32; row i of the window comes after the first i
+    emitted: jax.Array  # [B] int32, output tokens among them
+    drafts: jax.Array  # [B, K] int32; row i of the window follows the first i drafts
 
 
 def drafting(rules: SamplingRules | None, position: jax.Array) -> Draw | None:
-    """How the drafts that follow ``position`` [B] are drawn."""
+    """Return rules and keys for drawing the drafts that follow ``position`` [B]."""
     if rules is None or rules.streams is None:
         return None
     return Draw(rules.drafts, draw_keys(rules.streams, position, 2))
@@ -235,10 +237,10 @@ def drafting(rules: SamplingRules | None, position: jax.Array) -> Draw | None:
 def adjust(
     logits: jax.Array, rules: SamplingRules, history: History, stop_ids: jax.Array
 ) -> jax.Array:
-    """Steps 1 to 4: penalties, bias and bans.
+    """Apply steps 1 to 4: penalties, bias and bans.
 
     Args:
-      logits: [B, T, V] float32, T = 1 + K: row i comes after the first i drafts.
+      logits: [B, T, V] float32, T = 1 + K: row i follows the first i drafts.
       rules: see :class:`SamplingRules`.
       history: see :class:`History`.
       stop_ids: [B, S] int32, NO_TOKEN where there is none.
@@ -271,8 +273,8 @@ def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.
     prompt = none.at[b, jnp.where(place < start, history.tokens, vocab)].add(1, mode="drop")
     output = (place >= start) & (place < history.length[:, None])
     output = none.at[b, jnp.where(output, history.tokens, vocab)].add(1, mode="drop")
-    # Row i also has drafts 0..i-1 behind it. Example: drafts [7 7]: rows see 7 zero, one, two
-    # times more.
+    # The history of row i also has drafts 0..i-1. Example: drafts [7 7] add zero, one and two 7s
+    # to rows 0 to 2.
     counts = jnp.broadcast_to(output[:, None], (batch, rows, vocab))
     i = jnp.arange(rows, dtype=jnp.int32)[:, None]
     j = jnp.arange(history.drafts.shape[1], dtype=jnp.int32)[None]
@@ -294,11 +296,11 @@ def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.
 def _masks(
     mask: Callable[[jax.Array, jax.Array], jax.Array], history: History, rows: int
 ) -> jax.Array:
-    """What the callback allows after every row's own history, [B, T, V]."""
+    """Return the tokens that the callback allows after every row's history, [B, T, V]."""
     width = history.drafts.shape[1]
 
     def one(tokens: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array:
-        room = jnp.pad(tokens, (0, width))  # drafts may stand past the buffer's end
+        room = jnp.pad(tokens, (0, width))  # drafts may extend past the buffer
         text = lax.dynamic_update_slice(room, drafts, (length,))
         return jax.vmap(lambda i: mask(text, length + i))(jnp.arange(rows, dtype=jnp.int32))
 
@@ -307,24 +309,24 @@ def _masks(
 
 @struct.dataclass
 class Distribution:
-    """Steps 5 to 8 of rows of logits, without a dense array of probabilities."""
+    """Result of steps 5 to 8 for rows of logits, without a dense array of probabilities."""
 
     logits: jax.Array  # [..., V] float32: tempered, the largest is 0
     cutoff: jax.Array  # [...] float32: tokens below it have probability zero
     log_mass: jax.Array  # [...] float32: logsumexp of the rest
 
     def log_prob(self, tokens: jax.Array) -> jax.Array:
-        """Of one token a row, [...]; MASKED where it is zero."""
+        """Return the log-probability of one token per row, [...]; MASKED for probability zero."""
         logit = jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
         return jnp.where(logit >= self.cutoff, logit - self.log_mass, MASKED)
 
     def probs(self) -> jax.Array:
-        """Dense, [..., V]."""
+        """Return dense probabilities, [..., V]."""
         kept = self.logits >= self.cutoff[..., None]
         return jnp.where(kept, jnp.exp(self.logits - self.log_mass[..., None]), 0.0)
 
     def rows(self, index: jax.Array) -> Distribution:
-        """Row ``index`` [B] of every [B, T] rows."""
+        """Return row ``index`` [B] of the [B, T] rows."""
         at = index[:, None]
         return Distribution(
             jnp.take_along_axis(self.logits, at[..., None], axis=1)[:, 0],
@@ -334,9 +336,10 @@ class Distribution:
 
 
 def distribution(logits: jax.Array, truncation: Truncation) -> Distribution:
-    """Temperature, top-k, top-p and min-p.
+    """Apply temperature, top-k, top-p and min-p.
 
-    Rows of temperature zero read as if it were one: who has such rows looks at ``argmax``.
+    Rows with temperature zero are treated as temperature one: the caller must take the ``argmax``
+    for them.
 
     Args:
       logits: [B, ..., V] float32.
@@ -353,7 +356,7 @@ def distribution(logits: jax.Array, truncation: Truncation) -> Distribution:
 
 
 def probabilities(scores: jax.Array, truncation: Truncation) -> jax.Array:
-    """Dense probabilities [B, ..., C] of a few scores; one-hot where the temperature is zero."""
+    """Return dense probabilities [B, ..., C] of a few scores; one-hot at temperature zero."""
     shape = (scores.shape[0],) + (1,) * (scores.ndim - 1)
     best = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1], dtype=jnp.float32)
     warm = truncation.temperature.reshape(shape) > 0
@@ -361,9 +364,9 @@ def probabilities(scores: jax.Array, truncation: Truncation) -> jax.Array:
 
 
 def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
-    """One index a row, [B] int32, with probabilities in proportion to ``probs`` [B, X].
+    """Draw one index per row, [B] int32, with probabilities proportional to ``probs`` [B, X].
 
-    The largest of log p + Gumbel noise.
+    The index is the argmax of log p + Gumbel noise.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[1:], jnp.float32))(keys)
     log = jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1.0)), MASKED)
@@ -371,10 +374,10 @@ def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _cutoff(tempered: jax.Array, t: Truncation) -> jax.Array:
-    """The threshold of top-k and top-p together, [...]: what lies below is out.
+    """Return the joint threshold of top-k and top-p, [...]: tokens below it are removed.
 
-    Both are settled among the few largest logits nearly always; only a row where they are not asks
-    for the whole vocabulary. Each row takes its own result, so its neighbours play no part.
+    The few largest logits nearly always settle both. The whole vocabulary is searched only if some
+    row is not settled. Each row takes its own result, so other rows do not affect it.
     """
     vocab = tempered.shape[-1]
     few = min(_SORTED, vocab)
@@ -416,17 +419,17 @@ def _cutoff(tempered: jax.Array, t: Truncation) -> jax.Array:
 
 
 def _kth(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """The k-th largest of [..., V], by bisection of the bits: no sort."""
+    """Return the k-th largest of [..., V], by bisection of the bits, without a sort."""
     return _threshold(logits, jnp.ones_like(logits), k.astype(jnp.float32))
 
 
 def _nucleus(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-    """The largest threshold whose tokens weigh at least ``need``."""
+    """Return the largest threshold whose tokens weigh at least ``need``."""
     return _threshold(logits, weights, need)
 
 
 def _threshold(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-    """The largest t for which the weights of ``logits >= t`` sum to ``need`` or more, [...].
+    """Return the largest t, [...], where the weights of ``logits >= t`` sum to ``need`` or more.
 
     Floats are ordered like their bits once negative ones are flipped, so t is found bit by bit.
     Weights of one count exactly up to 2**24.
@@ -513,7 +516,7 @@ def _allowed(value: Any, batch: int, vocab: int) -> Any:
 
 
 def _rows(name: str, value: Any, batch: int, vocab: int) -> Any:
-    """[V] or [B, V] -> [1 or B, V]."""
+    """Reshape [V] or [B, V] to [1 or B, V]."""
     if np.shape(value) not in ((vocab,), (batch, vocab)):
         expected = f"({vocab},) or ({batch}, {vocab})"
         raise ValueError(f"{name} has shape {np.shape(value)}; expected {expected}")

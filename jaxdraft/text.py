@@ -1,6 +1,6 @@
-"""Text to token ids and back: the only place that knows strings.
+"""Text to token ids and back. No other module handles strings.
 
-A :class:`Text` wraps a tokenizer and a chat template as they lie beside a model. It is read once
+A :class:`Text` wraps the tokenizer and the chat template in a model's folder. It is read once
 and never changes, and it hashes by identity, so that it may be a static field of a pytree.
 Everything here runs on the host; nothing is traced.
 """
@@ -26,18 +26,18 @@ from jaxdraft import templates
 from jaxdraft.stop_strings import match, overlap, token_automaton
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are not UTF-8."""
+"""Output of a decoder for bytes that are not UTF-8."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Text:
-    """A tokenizer and its chat template.
+    """Tokenizer and its chat template.
 
     Attributes:
       tokenizer: the tokenizer; neither truncates nor pads.
       chat_template: a Jinja template, several by name, or None for a model without one.
-      special_tokens: strings that the template knows by name, ``{"bos_token": "<s>", ...}``.
-      source: where it was read from, for messages.
+      special_tokens: strings available to the template by name, ``{"bos_token": "<s>", ...}``.
+      source: origin of the files, for messages.
     """
 
     tokenizer: Tokenizer
@@ -47,15 +47,15 @@ class Text:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Text:
-        """Reads the tokenizer that lies beside a model.
+        """Read the tokenizer in a model's folder.
 
         Args:
           path: a folder with ``tokenizer.json``. ``tokenizer_config.json`` beside it may name
-            special tokens. Chat templates are found where transformers looks for them; see
+            special tokens. Chat templates are searched in the same places as by transformers; see
             :func:`jaxdraft.templates.read_templates`.
 
         Raises:
-          ValueError: if a file is missing or does not hold what its name says.
+          ValueError: if a file is missing or its content is invalid.
         """
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
@@ -75,40 +75,40 @@ class Text:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of `text`.
+        """Return the ids of `text`.
 
         Special tokens that are spelled out in `text` become their ids.
 
         Args:
           text: any string.
-          add_special_tokens: whether the tokenizer puts its own around it (many put none, some a
-            token for the beginning). Leave it off for text that a chat template wrote.
+          add_special_tokens: whether the tokenizer adds special tokens around the text (many add
+            none, some a token for the beginning). Disable it for the output of a chat template.
         """
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
         self, ids: ArrayLike, *, prompt: ArrayLike = (), skip_special_tokens: bool = True
     ) -> str:
-        """Returns the text of `ids`.
+        """Return the text of `ids`.
 
-        Bytes that are not UTF-8 read as U+FFFD. Ids that the tokenizer does not know (the
-        vocabulary of a model is often padded) read as nothing.
+        Bytes that are not UTF-8 decode to U+FFFD. Ids outside the tokenizer's vocabulary (a model's
+        vocabulary is often padded) decode to an empty string.
 
         Args:
           ids: integers, [T]; a sequence or an array.
           prompt: integers, [P], the ids before them. Many tokenizers write no blank before the
-            first word of a text; after a prompt the blank is there. A character that the prompt
-            begins and `ids` complete belongs to `ids`.
-          skip_special_tokens: whether special tokens read as nothing too.
+            first word of a text, but do write one after a prompt. A character that begins in the
+            prompt and ends in `ids` belongs to `ids`.
+          skip_special_tokens: whether special tokens decode to an empty string, too.
 
         Raises:
-          ValueError: if `ids` or `prompt` are not a row of integers in [0, 2**31).
+          ValueError: if `ids` or `prompt` is not a flat sequence of integers in [0, 2**31).
         """
         decoder = self.stream(prompt=prompt, skip_special_tokens=skip_special_tokens)
         return decoder.push(ids) + decoder.finish()
 
     def stream(self, *, prompt: ArrayLike = (), skip_special_tokens: bool = True) -> StreamDecoder:
-        """Returns a decoder for ids that arrive a few at a time; see :meth:`decode`."""
+        """Return a decoder for ids that arrive a few at a time; see :meth:`decode`."""
         return StreamDecoder(self, prompt=prompt, skip_special_tokens=skip_special_tokens)
 
     def render(
@@ -122,7 +122,7 @@ class Text:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Returns a conversation as the model reads it, as transformers renders it.
+        """Return the text of a conversation for the model, rendered as by transformers.
 
         Args:
           messages: ``{"role": ..., "content": ...}`` each, oldest first; mappings, dataclasses or
@@ -153,7 +153,7 @@ class Text:
         )
 
     def chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """Returns the ids of a conversation; arguments and errors are those of :meth:`render`.
+        """Return the ids of a conversation; arguments and errors are those of :meth:`render`.
 
         The template writes the special tokens, the one for the beginning included, so the
         tokenizer adds none.
@@ -162,10 +162,10 @@ class Text:
 
     @functools.cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """The bytes that each token adds to a decoded text; none for special tokens.
+        """Bytes that each token adds to a decoded text; none for special tokens.
 
         Raises:
-          ValueError: the tokenizer's decoder looks at more than one token at a time.
+          ValueError: the tokenizer's decoder combines several tokens.
         """
         read = _byte_reader(self.tokenizer, self.source)
         added = self.tokenizer.get_added_tokens_decoder()
@@ -178,7 +178,7 @@ class Text:
         )
 
     def named_specials(self, strings: Sequence[str]) -> dict[int, bytes]:
-        """Returns the special tokens that stop strings contain, by id, as their bytes.
+        """Return the special tokens that occur in stop strings: their bytes by id.
 
         Stop strings are searched in the decoded text with these tokens written out.
 
@@ -190,7 +190,7 @@ class Text:
         return {i: t.encode("utf-8") for i, t in named.items() if any(t in s for s in strings)}
 
     def stop_table(self, strings: Sequence[str], vocab_size: int) -> np.ndarray:
-        """Returns the automaton of stop strings over tokens; see :mod:`jaxdraft.stop_strings`.
+        """Return the automaton of stop strings over tokens; see :mod:`jaxdraft.stop_strings`.
 
         Args:
           strings: the strings that end a text. A special token in them matches that token.
@@ -217,17 +217,17 @@ class Text:
 class StreamDecoder:
     """Decodes ids as they arrive.
 
-    Whatever the split, the texts of all calls of :meth:`push` and of the :meth:`finish` after them,
-    one after the other, are ``text.decode`` of all ids. So text is held back while ids to come
-    could still change it:
+    The concatenated texts of all :meth:`push` calls and the final :meth:`finish` equal
+    ``text.decode`` of all ids, for any split. So text is held back while later ids could still
+    change it:
 
         # "€" is E2 82 AC, here in two tokens
         push([E2 82]) == ""
         push([AC])    == "€"
 
-    With byte-level tokenizers only an unfinished character waits. Where bytes stand in for missing
-    characters (SentencePiece), a run of byte tokens waits for the token after it. Decoders that
-    look further ahead give everything at the end.
+    With byte-level tokenizers only an unfinished character is held back. Where bytes represent
+    missing characters (SentencePiece), a run of byte tokens is held back until the next token. With
+    decoders that look further ahead, all text comes at the end.
     """
 
     def __init__(
@@ -236,16 +236,16 @@ class StreamDecoder:
         self._text = text
         self._skip = skip_special_tokens
         ids = _as_ids(prompt)
-        self._ids = ids[self._context(ids) :]  # those whose text may still matter
-        self._given = 0  # characters of it that were given
+        self._ids = ids[self._context(ids) :]  # ids that may still affect the text
+        self._given = 0  # characters of the text already returned
         # Text of the prompt, until it is known how much of it the output leaves as it is.
         self._prompt: str | None = self._decode(self._ids)
 
     def push(self, ids: ArrayLike) -> str:
-        """Takes the next ids, [T] with T >= 0, and returns the text that is settled by now.
+        """Add the next ids, [T] with T >= 0, and return the newly settled text.
 
         Raises:
-          ValueError: as in :meth:`Text.decode`; the decoder is then as it was before.
+          ValueError: as in :meth:`Text.decode`. The decoder is then unchanged.
         """
         self._ids += _as_ids(ids)
         if self._text._settling == "character":
@@ -267,11 +267,11 @@ class StreamDecoder:
         return new
 
     def finish(self) -> str:
-        """Returns the text held back. The decoder then begins anew, without a prompt."""
+        """Return the text held back and reset the decoder, without a prompt."""
         return self._reset(self._decode(self._ids))
 
     def _give(self, text: str) -> str:
-        """Returns what is new in the settled text of the ids."""
+        """Return the new part of the settled text of the ids."""
         if self._prompt is not None:
             shared = len(os.path.commonprefix([text, self._prompt]))
             if shared == len(text) < len(self._prompt):
@@ -292,10 +292,10 @@ class StreamDecoder:
         return self._text.tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _context(self, ids: list[int]) -> int:
-        """Returns where a short end of `ids` begins that decodes as it does after the rest.
+        """Return the start of a short suffix of `ids` that decodes as it does after the rest.
 
-        Four characters are more than an unfinished one, and are text that no rule for the first
-        word of a text reaches past.
+        Four characters suffice: they are more than one unfinished character, and rules for the
+        first word of a text do not reach past them.
         """
         size, start = 4, len(ids) if self._text._settling != "end" else 0
         while start:
@@ -308,7 +308,7 @@ class StreamDecoder:
         return start
 
     def _in_byte_run(self, token_id: int) -> bool:
-        """Whether this is a byte token, or one that is not seen and so cannot end a run of them."""
+        """Return whether this is a byte token or an invisible one, which ends no run of them."""
         token = self._text.tokenizer.id_to_token(token_id)
         if token is None or (self._skip and token_id in self._text._special_ids):
             return True
@@ -319,7 +319,7 @@ class OutputText:
     """Shows the text of one output as its tokens arrive, without any part of a stop string.
 
     Text that could be the beginning of a stop string is held back with the rest of its token. The
-    texts of all calls of :meth:`push`, one after the other, are what a single call gives.
+    texts of all calls of :meth:`push`, one after the other, equal the text of a single call.
 
     Args:
       text: the tokenizer.
@@ -339,7 +339,7 @@ class OutputText:
         self._ids: list[int] = []  # not decoded yet
 
     def push(self, ids: Sequence[int], *, done: bool = False, stopped: bool = False) -> str:
-        """Takes the next ids and returns the text that may be shown.
+        """Add the next ids and return the text that may be shown.
 
         Args:
           ids: the tokens.
@@ -364,13 +364,13 @@ class OutputText:
         return shown + self._decoder.finish() if done else shown
 
     def _end(self, parts: list[bytes], at: int) -> str:
-        """Returns the text of the pending tokens up to byte ``at``."""
+        """Return the text of the pending tokens up to byte ``at``."""
         ends = list(itertools.accumulate(map(len, parts)))
         count = bisect.bisect_right(ends, at)
         inside = at - (ends[count - 1] if count else 0)
         if not inside or self._ids[count] in self._special:
             return self._decoder.push(self._ids[:count]) + self._decoder.finish()
-        # The string begins inside this token: what follows there is as many characters.
+        # The string begins inside this token: remove the characters of the token's remaining bytes.
         shown = self._decoder.push(self._ids[: count + 1]) + self._decoder.finish()
         return shown[: max(0, len(shown) - len(parts[count][inside:].decode("utf-8", "replace")))]
 
@@ -380,17 +380,17 @@ class OutputText:
 
 
 _FORGET = 64
-"""Ids that a stream keeps before it looks for those that no longer matter."""
+"""Number of ids that a stream keeps before it searches for ids it can drop."""
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 _Settling = Literal["character", "run", "end"]
-"""When decoded text can no longer change: with the next character, after a run of byte tokens, or
-only at the end."""
+"""Point at which decoded text can no longer change: at the next character, after a run of byte
+tokens, or only at the end."""
 
 
 def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
-    """Returns the rule for a decoder as ``tokenizer.json`` describes it."""
+    """Return the rule for a decoder as described in ``tokenizer.json``."""
     if decoder is None:  # tokens with a blank between them
         return "run"
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -399,7 +399,7 @@ def _settling(decoder: Mapping[str, Any] | None) -> _Settling:
         return "character"
     fused = False
     for step, kind in zip(steps, kinds, strict=True):
-        # Most look at one token, and perhaps at those before it, until all are fused to one string.
+        # Most steps use one token, and perhaps earlier ones, until all are fused to one string.
         token_by_token = kind in ("Replace", "Metaspace", "WordPiece", "CTC", "Strip") and not fused
         left_end_only = kind == "Strip" and step["stop"] == 0
         if not (token_by_token or left_end_only or kind in ("ByteFallback", "Fuse")):
@@ -417,7 +417,7 @@ def _stop_table(text: Text, strings: tuple[str, ...], vocab_size: int) -> np.nda
 
 
 def _byte_reader(tokenizer: Tokenizer, source: str) -> Callable[[str], bytes]:
-    """Returns the function from a token to the bytes that it adds after other tokens."""
+    """Return the function from a token to the bytes that it adds after other tokens."""
     description = json.loads(tokenizer.to_str())["decoder"]
     if description is None:
         return lambda token: b" " + token.encode("utf-8")
@@ -449,9 +449,10 @@ def _byte_reader(tokenizer: Tokenizer, source: str) -> Callable[[str], bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies.
+    """Return the byte for each character of byte-level vocabularies.
 
-    Printable bytes of Latin-1 stand for themselves; the others are numbered from U+0100 on.
+    Printable bytes of Latin-1 are represented by themselves, the others by characters from U+0100
+    on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (b for b in range(256) if b not in printable)

@@ -1,4 +1,4 @@
-"""Logits and a proposal -> how many drafts stand, and the token that follows them."""
+"""Logits and a proposal -> number of accepted drafts, and the token that follows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdraft.sampling import distribution, draw
 
 @struct.dataclass
 class Verdict:
-    """What the target says about a proposal."""
+    """Outcome of verifying a proposal."""
 
     accepted: jax.Array  # [B] int32, length of the accepted prefix
     next_token: jax.Array  # [B] int32: a correction, or the bonus after a full acceptance
@@ -27,15 +27,15 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     """Accept the drafts that are the target's own best tokens.
 
     Row i of the window predicts draft i, so row ``accepted`` gives the next token: a correction,
-    or, when all drafts stand, the bonus:
+    or, when all drafts are accepted, the bonus:
 
       drafts      [4 7 9]         length 3
       best        [4 7 8 1]       rows 0..3
       accepted    2               next_token 8 (row 2)
 
     Ties go to the lowest id. A row of logits with a NaN, without a finite maximum, or with every
-    token banned predicts nothing: the drafts it would judge are rejected and ``finite`` is false if
-    it is the last.
+    token banned predicts nothing: the draft at that row is rejected, and ``finite`` is false if
+    the next token comes from that row.
 
     Args:
       logits: [B, 1 + K, V] float32.
@@ -58,32 +58,32 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
 def sampled(
     logits: jax.Array, proposal: Proposal, truncation: Truncation, streams: jax.Array, at: jax.Array
 ) -> Verdict:
-    """Accept drafts so that what is emitted is distributed as the target alone would have it.
+    """Accept drafts so that the emitted tokens have the distribution of the target alone.
 
-    Draft x of row i, drawn with probability q(x), stands with probability min(1, p(x) / q(x)), p
-    being the target's distribution there. The first that falls is replaced by a draw from the
-    residual, max(p - q, 0) normalised; when all stand, the bonus is a draw from p:
+    Draft x of row i, drawn with probability q(x), is accepted with probability min(1, p(x) / q(x)),
+    where p is the target's distribution at that row. The first rejected draft is replaced by a draw
+    from the residual, max(p - q, 0) normalised. When all are accepted, the bonus is a draw from p:
 
-      p = [.5 .3 .2]   q = [.8 .2 .]   x = 0: stands with probability .5 / .8
+      p = [.5 .3 .2]   q = [.8 .2 .]   x = 0: accepted with probability .5 / .8
       residual         [. .1 .2] / .3
 
     Leviathan et al., arXiv:2211.17192, appendix A.1; Chen et al., arXiv:2302.01318, algorithm 2.
-    Rows of temperature zero are judged as by :func:`greedy`.
+    Rows with temperature zero are verified as in :func:`greedy`.
 
     Args:
       logits: [B, 1 + K, V] float32, penalties and bans applied.
       proposal: [B, K] tokens; its support is q.
-      truncation: [B], the target's.
+      truncation: [B], truncation of the target.
       streams: [B] keys.
-      at: [B] int32, the position that the first row of logits predicts; with the stream it makes
-        the round's keys.
+      at: [B] int32, the position that the first row of logits predicts. The keys of the round
+        derive from it and the stream.
     """
     verdict = greedy(logits, proposal)
     warm = truncation.temperature > 0
 
     def judge() -> Verdict:
         finite = _speaks(logits, best_token(logits))  # [B, 1 + K]
-        # What says nothing must not reach a product; it is rejected below.
+        # Non-finite rows must not reach a product, where NaN spreads; they are rejected below.
         target = distribution(jnp.where(finite[..., None], logits, 0.0), truncation)
         drafts, length = proposal.tokens, proposal.length
         width = drafts.shape[1]
@@ -98,7 +98,7 @@ def sampled(
         accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         last = target.rows(accepted).probs()  # [B, V]
         residual = jnp.maximum(last - _fallen(proposal, accepted, last.shape[-1]), 0.0)
-        # A draft falls only where p < q, so something is left, except for what rounding takes.
+        # A draft is rejected only where p < q, so the residual is positive except after rounding.
         left = jnp.sum(residual, axis=-1, keepdims=True) > 0
         token = draw(jnp.where(left, residual, last), draw_keys(streams, at, 1))
         says = jnp.take_along_axis(finite, accepted[:, None], axis=1)[:, 0]
@@ -112,16 +112,16 @@ def sampled(
 
 
 def _speaks(logits: jax.Array, best: jax.Array) -> jax.Array:
-    """Whether rows of logits [..., V] with these best tokens [...] predict anything.
+    """Return whether rows of logits [..., V] with these best tokens [...] predict anything.
 
-    A NaN is the best token there is. ``jnp.max`` would not do: on CPUs it may drop one.
+    The best token of a row with a NaN is the NaN. ``jnp.max`` may drop a NaN on CPUs.
     """
     value = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     return jnp.isfinite(value) & (value > MASKED / 2)
 
 
 def _proposed_with(proposal: Proposal, tokens: jax.Array) -> jax.Array:
-    """The probability that each draft was drawn with, [B, K]."""
+    """Return the probability with which each draft was drawn, [B, K]."""
     if proposal.support is None:
         return jnp.ones(tokens.shape, jnp.float32)
     support = proposal.support
@@ -129,7 +129,7 @@ def _proposed_with(proposal: Proposal, tokens: jax.Array) -> jax.Array:
 
 
 def _fallen(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
-    """q where draft ``accepted`` [B] fell, zero where none did: [B, V]."""
+    """Return q where draft ``accepted`` [B] was rejected, zero where none was: [B, V]."""
     batch, width = proposal.tokens.shape
     none = jnp.zeros((batch, vocab), jnp.float32)
     if width == 0:
