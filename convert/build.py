@@ -77,7 +77,7 @@ Path = tuple[str | int, ...]
 Progress = Callable[[int, int, str], None]
 
 _ALIGNMENT = 64
-"""What the CPU backend wants of a buffer that it takes over instead of copying."""
+"""Alignment in bytes that the CPU backend requires to take over a buffer without a copy."""
 
 _THREADS = 4
 """Parameters written at once. numpy lets go of the interpreter lock while it copies."""
@@ -116,7 +116,7 @@ def abstract(
 
 
 def split(module: nnx.Module) -> tuple[Structure, dict[Path, jax.ShapeDtypeStruct]]:
-    """Structure and parameters of an abstract module."""
+    """Return the structure and the parameters of an abstract module."""
     graphdef, state = nnx.split(module)
     return Structure(graphdef), dict(_flatten(nnx.to_pure_dict(state)))
 
@@ -124,7 +124,7 @@ def split(module: nnx.Module) -> tuple[Structure, dict[Path, jax.ShapeDtypeStruc
 def check(
     file: str, wanted: Mapping[Path, jax.ShapeDtypeStruct], recipes: Mapping[Path, Recipe]
 ) -> None:
-    """The recipes make exactly the module's parameters. ``nnx`` itself would accept anything."""
+    """Check that the recipes make exactly the module's parameters; ``nnx`` does not check it."""
     for path in wanted.keys() - recipes.keys():
         raise ArtifactError(file, f"parameter {_dotted(path)}", "no tensor for it", "one")
     for path in recipes.keys() - wanted.keys():
@@ -221,7 +221,7 @@ def _dotted(path: Path) -> str:
 
 
 def recipe_bytes(recipes: Recipes) -> int:
-    """Bytes on disk of all tensors used, each counted once."""
+    """Return the bytes on disk of all tensors used, each counted once."""
     tensors = {
         tensor.name: tensor.nbytes
         for recipe in recipes.values()
@@ -234,7 +234,7 @@ def recipe_bytes(recipes: Recipes) -> int:
 def fill_shells(
     shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
 ) -> tuple[dict[str, Frozen], dict[str, int], dict[str, int]]:
-    """Frozen modules by name, and of each the bytes on disk and the bytes of its arrays.
+    """Return frozen modules, their bytes on disk and the bytes of their arrays, all by name.
 
     Args:
       shells: modules without numbers, by name.

@@ -73,18 +73,18 @@ class Tracked(Mapping[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """A JSON value in few characters."""
+    """Return a JSON value as text of at most 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether JSON spells a value as an integer."""
+    """Return whether a JSON value is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def stop_ids(value: Any, where: str, file: str, vocab: int, remarks: Remarks) -> tuple[int, ...]:
-    """Tokens that end a sequence.
+    """Return the tokens that end a sequence.
 
     Args:
       value: a token, a list of them, or None.
@@ -128,7 +128,7 @@ def report_unread(
 
 
 def _table(*groups: tuple[str, str]) -> dict[str, str]:
-    """Names in groups, each group with its reason."""
+    """Return the reason for each name, from groups of names that share a reason."""
     return {name: reason for reason, names in groups for name in names.split()}
 
 
@@ -355,7 +355,7 @@ _MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
 
 
 def unused_tensor(name: str, shape: tuple[int, ...]) -> str | None:
-    """Why a tensor that no parameter is made of changes nothing; None: it may.
+    """Return why an unused tensor changes nothing, or None if it may change something.
 
     Args:
       name: its name in the checkpoint.

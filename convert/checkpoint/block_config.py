@@ -77,7 +77,7 @@ _BLOCK = {
         "projector_type",
     },
 }
-"""Settings of the drafting itself. They stand in ``dflash_config`` or at the top."""
+"""Settings of the drafting itself, in ``dflash_config`` or at the top level."""
 
 _DRAFTER_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
@@ -225,7 +225,7 @@ class _Block:
         )
 
     def _window(self, layers: int) -> int:
-        """One window for all layers, or none."""
+        """Return the window that all layers share, or FULL_ATTENTION."""
         top = self.top
         top.only("use_sliding_window", True, False)
         windowed = bool(top.body.get("use_sliding_window"))

@@ -153,7 +153,7 @@ def read_target(
 
 
 def _generation(body: Tracked) -> dict[str, Any]:
-    """Settings of decoding that older files hold beside those of the model."""
+    """Return the settings of decoding that older files hold beside those of the model."""
     names = DECODING_KEYS | (GENERATION_KEYS.keys() - CONFIG_KEYS.keys())
     return {key: body[key] for key in set(body) & names}
 

@@ -59,7 +59,7 @@ Array = np.ndarray
 
 
 def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in ``folder``, by name.
+    """Return every tensor of the checkpoint in ``folder``, by name.
 
     Args:
       folder: holds ``model.safetensors``, or shards and their index.

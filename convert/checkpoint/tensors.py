@@ -35,7 +35,7 @@ INTEGERS: Mapping[Form, tuple[int, ...]] = {Form.OFFSETS: (INT64,)}
 """Forms that are no floats, and what they are stored in."""
 
 _NAMED = 20
-"""Tensors that one message names."""
+"""Number of problems that are reported one by one."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -58,7 +58,10 @@ class Expected:
 def _expected(
     layout: Sequence[Entry], tensors: Tensors, quantized: Quantized | None
 ) -> dict[str, Expected]:
-    """What a layout is stored as. A matrix is in few bits if some of its tensors say so."""
+    """Return the tensors that a layout requires, by name.
+
+    A matrix is quantized if some of its quantized tensors are present.
+    """
     found: dict[str, Expected] = {}
     for entry in layout:
         bits = quantized.bits if quantized is not None and is_matrix(entry) else None
@@ -97,13 +100,13 @@ def check_tensors(
     quantized: Quantized | None = None,
     remarks: Remarks | None = None,
 ) -> None:
-    """The layout's tensors are there, in their shapes, and no others but those put ``aside``.
+    """Check that the layout's tensors are present and that no others are, except ``aside``.
 
     Args:
-      layout: of the folder.
-      tensors: in it.
-      file: that messages name.
-      aside: what the names of tensors begin with that are let pass.
+      layout: the folder's layout.
+      tensors: the folder's tensors, by name.
+      file: name of the file in messages.
+      aside: prefixes of the names of tensors that are not checked.
       problems: where to report.
       quantized: how matrices may be stored in few bits.
       remarks: destination of what does not stop a load.
@@ -139,7 +142,7 @@ def _check_others(
     problems: Problems,
     remarks: Remarks,
 ) -> None:
-    """Tensors that no parameter is made of: constants, zeros, or refused."""
+    """Note unused tensors that are constants or zeros, and report all others."""
     hints = {HEAD: f" ({CONFIG} says tie_word_embeddings)"}
     for name in sorted(tensors.keys() - expected.keys()):
         tensor = tensors[name]
@@ -157,7 +160,7 @@ def _check_others(
 
 
 def _zero_bias(tensor: Tensor, expected: Mapping[str, Expected]) -> bool:
-    """Whether a tensor is the bias of a matrix that has one here, and changes nothing."""
+    """Return whether a tensor is an all-zero bias of one of the expected matrices."""
     stem, dot, last = tensor.name.rpartition(".")
     if not dot or last != "bias" or tensor.data_type not in FLOATS:
         return False
@@ -235,7 +238,7 @@ def make_shell(
     dtype: DTypeLike,
     file: str,
 ) -> Shell:
-    """The module without numbers, and how each parameter is made."""
+    """Return the module without numbers, and the recipe of each parameter."""
     structure, wanted = split(abstract(module, config, dtype))
     recipes: Recipes = {}
     for entry in layout:
