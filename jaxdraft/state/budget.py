@@ -1,27 +1,27 @@
-"""Bytes into pages: what fits in a memory, exactly. Plain Python integers, and no array anywhere.
+"""Exact memory budget: the number of pages that fit. Plain Python integers, no arrays.
 
-What is billed, for ``max_batch`` rows and pages of Z slots:
+Memory counted, for ``max_batch`` rows and pages of Z slots:
 
     weights      bytes of all parameters, shared arrays once
     recurrent    max_batch * sum over delta-net layers of
                    (Hv * Dk * Dv * 4 + (W - 1) * channels * itemsize)
-    a page       2 * L * Z * G * H * itemsize          keys and values of the attention layers that
-                                                       see everything
+    a page       2 * L * Z * G * H * itemsize          keys and values of the attention layers
+                                                       without a window
     a window     R pages of the layers with a window, R = ceil((window + rows) / Z) + 1 where rows
                  are fed at once; fewer if the whole context needs fewer
     a ring       R pages of the drafter, R = ceil((window + 2 * block) / Z) + 1
-    spill        ceil(block / Z) pages of the drafter a row, when its attention is not windowed
+    spill        ceil(block / Z) pages of the drafter per row, if its attention is not windowed
 
-Windowed layers of the target and a windowed drafter are paid before the target's pool is sized:
-``max_batch`` rings, whatever the context. A drafter that sees everything mirrors the target's
-pages: every target page is billed with a page of the drafter, and its spill pages are paid before.
+Windowed layers of the target and a windowed drafter are allotted before the target's pool:
+``max_batch`` rings, whatever the context. A drafter without a window mirrors the target's
+pages: every target page is counted with a page of the drafter. Its spill pages are allotted before.
 An MTP head mirrors too, without spill.
-What is left is divided:
+The remaining memory is divided:
 
     pages = floor((memory - weights - recurrent - windows - rings or spill)
                   / (target page + mirrored page))
 
-Not billed: page tables and the stack of free pages (4 bytes an entry), and what lives only during a
+Not counted: page tables and the stack of free pages (4 bytes per entry), and memory used only in a
 step (activations, logits, capsules), which depends on the compiler.
 
 Source: the memory model of onnxruntime-genai's dynamic batching (microsoft/onnxruntime-genai#2490,
@@ -51,7 +51,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 
 def parse_memory(memory: int | str) -> int:
-    """Bytes of ``memory``.
+    """Return the bytes of ``memory``.
 
     Strict: a number without a unit is an ``int``, a string has one of B, KB, MB, GB, TB (powers of
     1000), KiB, MiB, GiB, TiB (powers of 1024), written like that; ``"1.5GiB"`` is fine because it
@@ -75,7 +75,7 @@ def parse_memory(memory: int | str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """``size`` for people, in powers of 1024 and rounded: ``"40.6 MiB"``."""
+    """Format ``size`` for display, in powers of 1024 and rounded: ``"40.6 MiB"``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -85,10 +85,10 @@ def format_bytes(size: int) -> str:
 
 
 def whole(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as a Python integer of at least ``low``.
+    """Return ``value`` as a Python integer of at least ``low``.
 
     Raises:
-      ValueError: it is not an integer (a boolean is none), or less.
+      ValueError: it is not an integer (booleans are rejected), or less than ``low``.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} is {value!r}; expected an integer")
@@ -102,7 +102,7 @@ def whole(name: str, value: Any, low: int = 1) -> int:
 
 
 def page_count(positions: int, page_size: int) -> int:
-    """Pages that hold ``positions`` positions.
+    """Return the number of pages that hold ``positions`` positions.
 
     Example, Z = 8: a prompt of 16 and 16 new tokens need ``ceil(32 / 8)`` = 4 pages. A verify
     window never passes the tokens a row may still emit, so nothing is added for drafts.
@@ -111,24 +111,24 @@ def page_count(positions: int, page_size: int) -> int:
 
 
 def window_pages(window: int, rows: int, page_size: int, capacity: int | None = None) -> int:
-    """R: pages of one row under a window, ``ceil((window + rows) / Z) + 1``.
+    """Return R, the pages of one row under a window, ``ceil((window + rows) / Z) + 1``.
 
-    Up to ``rows`` rows are written past the committed ones before it is known which of them count,
+    Up to ``rows`` rows are written past the committed ones before it is known which are accepted,
     and the first of them still reaches ``window - 1`` positions back: ``window + rows - 1`` slots
     keep both (ggml-org/llama.cpp#25691). The page on top is for a window that begins inside a page.
 
     Args:
-      window: positions a query sees, itself counted.
+      window: positions a query sees, including its own.
       rows: rows written at once.
       page_size: Z.
-      capacity: positions of the longest row, if that is known: no more pages than it fills.
+      capacity: positions of the longest row, if known; limits the result to the pages it fills.
     """
     pages = page_count(window + rows, page_size) + 1
     return pages if capacity is None else min(pages, page_count(capacity + rows, page_size))
 
 
 def ring_pages(window: int, block: int, page_size: int) -> int:
-    """R: pages of one row's ring of a drafter, ``ceil((window + 2 * block) / Z) + 1``.
+    """Return R, the pages of one row's drafter ring, ``ceil((window + 2 * block) / Z) + 1``.
 
     A block's queries reach ``window - 1`` positions back; the rest of the reservation (the block's
     own rows, a block of ingested rows, a partly used page) is the reference runtime's.
@@ -137,10 +137,10 @@ def ring_pages(window: int, block: int, page_size: int) -> int:
 
 
 def check_slots(name: str, pages: int, page_size: int) -> int:
-    """The slots of a pool.
+    """Return the number of slots of a pool.
 
     Raises:
-      ValueError: more than int32 can number.
+      ValueError: more slots than int32 can number.
     """
     slots = pages * page_size
     if slots >= SLOTS:
@@ -179,11 +179,11 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sliding:
-    """Layers of a target with a window: a bounded number of pages a row.
+    """Layers of a target with a window: a bounded number of pages per row.
 
     Attributes:
-      cache: what they keep.
-      window: positions a query sees, itself counted.
+      cache: their keys and values.
+      window: positions a query sees, including its own.
       rows: rows that are fed at once.
     """
 
@@ -198,10 +198,10 @@ class Sliding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Windowed:
-    """A drafter with a window: a ring a row, and nothing per target page.
+    """A drafter with a window: a ring per row, and nothing per target page.
 
     Attributes:
-      cache: what it keeps.
+      cache: its keys and values.
       window: positions a query sees.
       block: query rows of its block, Q.
     """
@@ -217,10 +217,10 @@ class Windowed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mirrored:
-    """A drafter that sees everything: a page beside every page of the target.
+    """A drafter without a window: one page per page of the target.
 
     Attributes:
-      cache: what it keeps.
+      cache: its keys and values.
       block: query rows of its block, whose keys spill past the row's last page; 0: no block (MTP).
     """
 
@@ -233,7 +233,7 @@ class Mirrored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Any other drafter: bytes of its whole state, paid before the first page."""
+    """Any other drafter: bytes of its whole state, allotted before the first page."""
 
     bytes: int
 
@@ -253,15 +253,15 @@ def recurrent_bytes(config: DeltaNetConfig, layers: int, itemsize: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Everything about a model that costs memory.
+    """All memory costs of a model.
 
     Attributes:
       weights: bytes of all parameters.
       target: the target's attention layers that see everything; zero of them: memory does not limit
         its pages.
       sliding: the target's attention layers with a window, if there are any.
-      recurrent_row: bytes a row of its delta-net layers.
-      drafter: how the drafter is billed, if there is one.
+      recurrent_row: bytes per row of its delta-net layers.
+      drafter: memory cost of the drafter, if there is one.
     """
 
     weights: int
@@ -283,10 +283,10 @@ class Term:
     """One line of a plan.
 
     Attributes:
-      name: what is paid for.
-      count: how many of them.
-      each: bytes of one.
-      why: the formula with its numbers.
+      name: name of the item.
+      count: number of items.
+      each: bytes per item.
+      why: formula with its numbers.
     """
 
     name: str
@@ -302,10 +302,10 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What fits, and why. Exact.
+    """The exact memory plan, with its reasons.
 
     Attributes:
-      costs: the model.
+      costs: memory costs of the model.
       memory: bytes given; None when pages were.
       max_batch: rows that can be active.
       context: positions of the longest sequence.
@@ -348,7 +348,7 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a target page and what mirrors it."""
+        """Bytes of a target page and its mirrored page."""
         return self.target_page_bytes + self.mirror_page_bytes
 
     @property
@@ -382,7 +382,7 @@ class Plan:
 
     @property
     def fixed(self) -> tuple[Term, ...]:
-        """What is paid before the first page."""
+        """Items allotted before the first page."""
         costs, drafter, rows = self.costs, self.costs.drafter, self.max_batch
         terms = [Term(name="weights", count=1, each=costs.weights, why="all parameters")]
         if costs.recurrent_row:
@@ -433,7 +433,7 @@ class Plan:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Everything that is paid for."""
+        """All items."""
         costs = self.costs
         paid = [
             *self.fixed,
@@ -453,16 +453,16 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Everything together."""
+        """Total bytes."""
         return sum(term.bytes for term in self.terms)
 
     @property
     def left(self) -> int:
-        """Bytes of the memory that no page fits into; 0 when pages were given."""
+        """Bytes left over, too few for a page; 0 when pages were given."""
         return 0 if self.memory is None else self.memory - self.bytes
 
     def facts(self) -> dict[str, Any]:
-        """The plan as plain values, for JSON."""
+        """Return the plan as plain values, for JSON."""
         return {
             "memory": self.memory,
             "max_batch": self.max_batch,
@@ -479,7 +479,7 @@ class Plan:
         }
 
     def lines(self) -> list[str]:
-        """The plan in words."""
+        """Return the plan as text."""
         page = f"{self.target_page_bytes} bytes"
         if self.mirror_page_bytes:
             page += f" alone, {self.page_bytes} with the drafter's"
@@ -500,19 +500,19 @@ def divide(
     context: int,
     page_size: int,
 ) -> Plan:
-    """Give the fixed parts their bytes, and cut what is left into pages.
+    """Allot memory to the fixed parts, and divide the remainder into pages.
 
     Args:
-      costs: the model.
+      costs: memory costs of the model.
       memory: bytes, or a string like ``"12GiB"``.
-      pages: P, instead of ``memory``: what do so many cost?
+      pages: P, instead of ``memory``, to compute the cost of that many pages.
       max_batch: rows that can be active.
       context: positions of the longest sequence.
       page_size: Z.
 
     Raises:
       ValueError: a size that is not a positive integer, neither or both of ``memory`` and
-        ``pages``, a memory that holds not one page, or a pool that int32 cannot number.
+        ``pages``, a memory too small for one page, or a pool that int32 cannot number.
     """
     if (memory is None) == (pages is None):
         raise ValueError(f"memory is {memory!r} and pages is {pages!r}; expected one of them")

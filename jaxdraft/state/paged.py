@@ -2,10 +2,10 @@
 
 A pool holds P pages of Z slots for every layer. Row b owns the pages ``table[b, :]``; its position
 p lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length[b]`` are committed;
-what lies at or past it is scratch that the next write overwrites and no mask lets through.
+the rest is scratch, which the next write overwrites and every mask hides.
 
 Pages are kept as ``[P, G, Z, H]``, heads before slots: every product of attention then has its
-batch dimensions in front and reads a page as it lies.
+batch dimensions in front and reads a page without transposing it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxdraft.base import NO_PAGE
 
 CHUNK = 128
-"""Slots a pass of attention reads at a time."""
+"""Slots that attention reads per pass."""
 
 _LONG, _EVEN = 8192, 512
 """See :func:`room`."""
@@ -35,7 +35,7 @@ _UNROLL = 4
 
 
 class Chunk(NamedTuple):
-    """Some keys of every row, and where they stand."""
+    """Some keys of every row, and their positions."""
 
     keys: jax.Array  # [B, C, G, S, H]
     values: jax.Array  # [B, C, G, S, H]
@@ -43,10 +43,10 @@ class Chunk(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where the keys of every row lie, for kernels that read pages themselves.
+    """Location of every row's keys, for kernels that read pages directly.
 
-    Row b has the positions ``first[b] <= p < end[b]``, at most ``M * Z`` of them. Position p lies
-    on page ``table[b, p // Z % M]`` at slot ``p % Z``; a page past the pool holds no key.
+    Row b holds the positions ``first[b] <= p < end[b]``, at most ``M * Z`` of them. Position p is
+    in page ``table[b, p // Z % M]`` at slot ``p % Z``; a page past the pool holds no key.
     """
 
     keys: jax.Array  # [P, G, Z, H]
@@ -66,23 +66,23 @@ class Span(NamedTuple):
 class Source(NamedTuple):
     """Where attention reads its keys: ``chunk(i)`` for i in ``range(used)``, ``used <= chunks``.
 
-    ``read`` and ``whole`` close over no array: what they read is in ``data``, so that attention can
-    differentiate with respect to it. They are equal if they do the same, since programs are kept by
-    them.
+    ``read`` and ``whole`` close over no array: their arrays are in ``data``, so that attention can
+    differentiate with respect to them. Equal functions compare equal, since they are keys of the
+    program cache.
     """
 
     read: Callable[[Any, jax.Array, int], Chunk]
-    """(data, index of the first chunk, how many chunks) -> these chunks as one."""
+    """(data, index of the first chunk, number of chunks) -> these chunks as one."""
     data: Any
     used: jax.Array  # [] int32
     chunks: int
     span: Span | None = None  # the same keys; None: they lie on no pages
     whole: Callable[[Any], Chunk] | None = None
-    """All chunks as one, without a copy: values that no query sees are not hidden, and may be
-    anything, even NaN. None: keys and values cannot be read as they lie."""
+    """All chunks as one, without a copy: values that no query sees are not zeroed and may be
+    anything, even NaN. None: keys and values cannot be read in place."""
 
     def chunk(self, index: jax.Array) -> Chunk:
-        """Chunk ``index`` [] int32."""
+        """Return chunk ``index`` [] int32."""
         return self.read(self.data, index, 1)
 
 
@@ -122,7 +122,7 @@ class PagedPool:
         head_dim: int,
         dtype: DTypeLike,
     ) -> PagedPool:
-        """An empty pool: all pages free, all tables blank.
+        """Return an empty pool: all pages free, all tables blank.
 
         Args:
           layers: L.
@@ -132,7 +132,7 @@ class PagedPool:
           columns: M; a row can hold ``columns * page_size`` positions.
           kv_heads: G.
           head_dim: H.
-          dtype: of keys and values.
+          dtype: type of keys and values.
         """
         shape = (pages, kv_heads, page_size, head_dim)
         return cls(
@@ -156,7 +156,7 @@ class PagedPool:
         head_dim: int,
         dtype: DTypeLike,
     ) -> PagedPool:
-        """The layout of a fixed batch: row b owns page b, which has ``capacity`` slots."""
+        """Return the pool of a fixed batch: row b owns page b, which has ``capacity`` slots."""
         pool = cls.zeros(
             layers=layers,
             batch=batch,
@@ -176,9 +176,9 @@ class PagedPool:
 
 
 class Pages(Protocol):
-    """Tables over a stack of free pages: all that :func:`grow` and :func:`release` look at.
+    """Tables over a stack of free pages: all that :func:`grow` and :func:`release` use.
 
-    A :class:`PagedPool` and a :class:`jaxdraft.state.ring.Ring` are such.
+    :class:`PagedPool` and :class:`jaxdraft.state.ring.Ring` satisfy it.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -213,7 +213,7 @@ AnyPool = TypeVar("AnyPool", bound=Pages)
 
 
 def owned(pool: Pages) -> jax.Array:
-    """Pages each row owns, [B] int32."""
+    """Return the number of pages each row owns, [B] int32."""
     return jnp.sum(pool.table != NO_PAGE, axis=1, dtype=jnp.int32)
 
 
@@ -276,15 +276,15 @@ def release(pool: AnyPool, rows: jax.Array) -> AnyPool:
 def write(
     pool: PagedPool, layer: int, keys: jax.Array, values: jax.Array, count: jax.Array
 ) -> PagedPool:
-    """Put rows ``t < count[b]`` at positions ``length[b] + t`` of one layer. Commits nothing.
+    """Write rows ``t < count[b]`` at positions ``length[b] + t`` of one layer, without committing.
 
-    Rows at or past ``count`` are dropped, and so is what would land outside the row's pages. (A
-    dense pool may scribble on scratch slots instead: they are its own and no mask lets them
-    through. It keeps room for that: see :func:`room`.)
+    Rows at or past ``count`` are dropped, and so are writes outside the row's pages. (A dense
+    pool may write to scratch slots instead, which every mask hides. It keeps room for that: see
+    :func:`room`.)
 
     Args:
       pool: the pool.
-      layer: which.
+      layer: index of the layer.
       keys: [B, T, G, H].
       values: [B, T, G, H].
       count: [B] int32.
@@ -330,7 +330,7 @@ def _write_slices(pages: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Ar
 
 
 def _addresses(pool: PagedPool, steps: int, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of positions ``length + t``, [B, T] each; NO_PAGE: must not be written."""
+    """Return page and slot of positions ``length + t``, [B, T] each; NO_PAGE: do not write."""
     step = jnp.arange(steps, dtype=jnp.int32)[None]
     position = pool.length[:, None] + step
     column = position // pool.page_size
@@ -345,11 +345,11 @@ def _scatter(pages: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array
 
 
 def source(pool: PagedPool, layer: int, length: jax.Array) -> Source:
-    """The first ``length[b]`` positions of one layer, as attention reads them.
+    """Return the first ``length[b]`` positions of one layer as a source for attention.
 
     Args:
       pool: the pool.
-      layer: which.
+      layer: index of the layer.
       length: [B] int32: positions at or past it are hidden; at least the scratch rows just written
         may be included.
     """
@@ -401,7 +401,7 @@ def _table_source(pool: PagedPool, keys: jax.Array, values: jax.Array, length: j
 
 @functools.cache
 def _table_reader(take: int) -> Callable[[Any, jax.Array, int], Chunk]:
-    """``read`` of chunks of ``take`` pages; the same one each time."""
+    """Return the ``read`` of chunks of ``take`` pages; the same object for each call."""
     return functools.partial(_read_table, take)
 
 
@@ -423,9 +423,9 @@ def _read_table(
 
 
 def read_span(span: Span) -> Source:
-    """The keys of a span, as attention reads them without kernels.
+    """Return the keys of a span as a source for attention without kernels.
 
-    Every key is gathered for itself. The sources that :func:`source` and
+    Every key is gathered separately. The sources that :func:`source` and
     :mod:`jaxdraft.state.ring` make read whole pages or slices of them instead.
     """
     longest = jnp.max(span.end - span.first, initial=0)
@@ -448,6 +448,6 @@ def _read_span(span: Span, index: jax.Array, chunks: int) -> Chunk:
 
 
 def hide(keys: jax.Array, values: jax.Array, positions: jax.Array) -> Chunk:
-    """Hidden values become zeros: a weight of zero does not silence a NaN."""
+    """Set hidden values to zero, because a NaN survives a weight of zero."""
     visible = (positions >= 0)[:, :, None, :, None]
     return Chunk(keys, jnp.where(visible, values, jnp.zeros((), values.dtype)), positions)

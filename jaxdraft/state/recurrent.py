@@ -1,4 +1,4 @@
-"""The state of the delta-net layers, and capsules: what a verify pass leaves for ``commit``."""
+"""The state of the delta-net layers, and capsules, which a verify pass creates for ``commit``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 @struct.dataclass
 class Capsule:
-    """The effect of T rows on one layer's state, without the effect having happened.
+    """The uncommitted effect of T rows on one layer's state.
 
     ``S_n = exp(g_0 + ... + g_{n-1}) S + sum_{j<n} exp(g_{j+1} + ... + g_{n-1}) k_j (outer) u_j``
     for any n up to T: rejected rows are simply not summed.
@@ -51,7 +51,7 @@ class Recurrent:
 
 
 def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurrent:
-    """The first ``count[b]`` rows of the capsule happened.
+    """Commit the first ``count[b]`` rows of the capsule.
 
     Args:
       recurrent: the state the capsule was made from.
@@ -76,7 +76,7 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
 
 
 def reset(recurrent: Recurrent, rows: jax.Array) -> Recurrent:
-    """The rows where ``rows`` [B] is true start again, as if no token had been read."""
+    """Reset the rows where ``rows`` [B] is true to the state before any token."""
     keep = ~rows
     return Recurrent(
         state=jnp.where(keep[:, None, None, None], recurrent.state, 0),
@@ -85,7 +85,7 @@ def reset(recurrent: Recurrent, rows: jax.Array) -> Recurrent:
 
 
 def _shift(conv: jax.Array, rows: jax.Array, count: jax.Array) -> jax.Array:
-    """The last W - 1 rows after ``count`` rows joined the stream.
+    """Return the last W - 1 rows after appending ``count`` rows to the stream.
 
     Example, W - 1 = 3, conv = [a b c], rows = [d e f g]: count 0 keeps [a b c], count 1 gives
     [b c d], count 4 gives [e f g]: the window of width 3 that starts at ``count``.

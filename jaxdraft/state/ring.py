@@ -1,17 +1,17 @@
-"""A bounded window of keys and values: R pages a row, used round and round.
+"""A bounded window of keys and values: R pages per row, reused cyclically.
 
 Position p of a row lives in column ``(p // Z) % R`` of its table, so a ring of ``W = R * Z`` slots
-always holds the last W positions. What a query may see is decided by positions, never by slots: a
-query at position q sees keys in ``(q - window, ...]``, itself counted.
+always holds the last W positions. Visibility is decided by positions, never by slots: a query
+at position q sees keys in ``(q - window, ...]``, including its own.
 
-A *drafter's* ring takes in committed rows alone (:func:`write`). Its block attends to its own keys
+A *drafter's* ring ingests committed rows alone (:func:`write`). Its block attends to its own keys
 beside the ring and leaves nothing in it, so no rejected row can ever be read back.
 
 A *target's* ring holds the keys of its layers with a window. Rows are put past ``length`` before it
-is known which of them count (:func:`put`), attention reads them with what the window still shows
+is known which are accepted (:func:`put`), attention reads them with the keys still in the window
 (:func:`reachable`), and :func:`commit` moves ``length``. Up to ``rows`` rows at once: W is at least
 ``window + rows - 1``, so what they overwrite is behind the window of every row that can still come,
-whether they are committed or not. A rejected row is never seen: it stands at or past the end until
+whether they are committed or not. A rejected row is never seen: it is at or past the end until
 its slot is written again, and counts as a position behind every window afterwards.
 """
 
@@ -39,7 +39,7 @@ class Ring:
     """Rings for every layer: one a row for good, or a pool of them that rows take and give back.
 
     A pool is the same pages behind a table that :func:`admit` fills from a stack, a whole ring at a
-    time (or :func:`grow`, page by page), and :func:`jaxdraft.state.paged.release` blanks. Its laws
+    time (or :func:`grow`, page by page), and :func:`jaxdraft.state.paged.release` blanks. Its rules
     are those of a paged pool.
     """
 
@@ -85,7 +85,7 @@ class Ring:
         head_dim: int,
         dtype: DTypeLike,
     ) -> Ring:
-        """A ring for every row, empty."""
+        """Return an empty ring for every row."""
         ring = cls.pool(
             layers=layers,
             batch=batch,
@@ -122,20 +122,20 @@ class Ring:
         head_dim: int,
         dtype: DTypeLike,
     ) -> Ring:
-        """``rings`` rings of R pages, all free; no row has one.
+        """Return ``rings`` free rings of R pages; no row has one.
 
         Args:
           layers: L.
-          batch: B; more rows than rings are fine, some will find none.
+          batch: B; may exceed the number of rings; some rows then get none.
           rings: rings in the pool.
-          window: positions a query sees, itself counted.
-          block: of a drafter's ring: query rows of its block, Q.
-          rows: of a target's ring: rows that may be put at once.
-          capacity: positions of the longest row, if that is known.
+          window: positions a query sees, including its own.
+          block: query rows Q of the block, for a drafter's ring.
+          rows: rows that may be put at once, for a target's ring.
+          capacity: positions of the longest row, if known.
           page_size: Z.
           kv_heads: G.
           head_dim: H.
-          dtype: of keys and values.
+          dtype: type of keys and values.
         """
         columns = window_pages(window, 2 * block + rows, page_size, capacity)
         pages = rings * columns
@@ -156,10 +156,10 @@ class Ring:
 def admit(ring: Ring, rows: jax.Array) -> tuple[Ring, jax.Array]:
     """Give a ring to every row where ``rows`` [B] is true: all of its pages, or none.
 
-    Rows are served in order; one that has a ring keeps it.
+    Rows are served in order; a row that has a ring keeps it.
 
     Returns:
-      The rings, and [B] bool: false where a row asked and no ring was left.
+      The rings, and [B] bool: false where no ring was left for a requested row.
     """
     # A whole ring is what `slots` positions need: R pages, since a row owns either all or none.
     return paged.grow(ring, jnp.where(rows, ring.slots, 0))
@@ -172,10 +172,10 @@ def write(
     first: jax.Array,
     count: jax.Array,
 ) -> Ring:
-    """Take in rows ``t < count[b]`` at positions ``first[b] + t`` and move ``length`` behind them.
+    """Ingest rows ``t < count[b]`` at positions ``first[b] + t`` and set ``length`` to their end.
 
     Rows that no later query can reach (more than ``window - 1`` before the new end) are dropped.
-    What is left is at most ``window - 1 <= W`` rows, so no two land in one slot, and the result
+    At most ``window - 1 <= W`` rows remain, so no two share a slot, and the result
     does not depend on the order of a scatter (jax-ml/jax#12359).
 
     Args:
@@ -210,19 +210,19 @@ def write(
 
 
 def grow(ring: Ring, positions: jax.Array) -> tuple[Ring, jax.Array]:
-    """Pages for ``positions`` [B] of every row, at most R, or none: see :func:`paged.grow`."""
+    """Give each row pages for ``positions`` [B], at most R, or none: see :func:`paged.grow`."""
     return paged.grow(ring, jnp.minimum(positions, ring.slots))
 
 
 def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.Array) -> Ring:
-    """Put rows ``t < count[b]`` at positions ``length[b] + t`` of one layer. Commits nothing.
+    """Write rows ``t < count[b]`` at positions ``length[b] + t`` of one layer, without committing.
 
-    Rows at or past ``count`` are dropped, and so is what would land on a page that the row does not
+    Rows at or past ``count`` are dropped, and so are writes to a page that the row does not
     own.
 
     Args:
       ring: a target's rings.
-      layer: which.
+      layer: index of the layer.
       keys: [B, T, G, H].
       values: [B, T, G, H].
       count: [B] int32.
@@ -253,19 +253,19 @@ def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.A
 
 
 def commit(ring: Ring, count: jax.Array) -> Ring:
-    """The first ``count[b]`` rows of the last :func:`put` happened; the others did not."""
+    """Commit the first ``count[b]`` rows of the last :func:`put`; discard the others."""
     return replace(ring, length=ring.length + count)
 
 
 def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
-    """What rows ``length .. length + count - 1`` of one layer may see, as attention reads it.
+    """Return the keys visible to rows ``length .. length + count - 1`` of one layer, as a source.
 
-    Every row's columns are read from that of its oldest visible key on, so the cost follows the
-    window and never the ring's size.
+    Each row's columns are read starting at its oldest visible key, so the cost depends on the
+    window and not on the ring's size.
 
     Args:
       ring: a target's rings.
-      layer: which.
+      layer: index of the layer.
       count: [B] int32, rows just put.
     """
     size, columns = ring.page_size, ring.table.shape[1]
@@ -281,7 +281,7 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
 
 @functools.cache
 def _reachable_reader(take: int) -> Callable[[Any, jax.Array, int], Chunk]:
-    """``read`` of chunks of ``take`` pages; the same one each time."""
+    """Return the ``read`` of chunks of ``take`` pages; the same object for each call."""
     return functools.partial(_read_reachable, take)
 
 
@@ -307,7 +307,7 @@ def _pages(table: jax.Array, column: jax.Array) -> jax.Array:
 
 
 def source(ring: Ring, layer: int) -> Source:
-    """All that one layer's rings hold, as attention reads it, which applies the window."""
+    """Return all keys of one layer's rings as a source; attention applies the window."""
     batch, pages = ring.table.shape
     slot = jnp.arange(ring.slots, dtype=jnp.int32)[None]
     # The last position below `length` that lives in this slot, negative if there was none yet.

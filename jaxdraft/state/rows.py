@@ -1,10 +1,10 @@
-"""Rows of a batched state: take some of them, run those, put them back.
+"""Rows of a batched state: select some, run them, and write them back.
 
 A leaf whose first axis is the batch belongs to the rows; every other leaf (the pages of a pool) is
-shared. Which is which is seen by asking for the same state with one row more, so it works for the
+shared. The two are told apart by building the same state with one more row, so this works for the
 state of any target and any drafter.
 
-The engine decides on the host which row owns which page. The pools of its state are *owned by the
+The engine assigns pages to rows on the host. The pools of its state are *owned by the
 engine*: their own stacks are empty, so no program ever takes a page, and between steps their tables
 are blank. :func:`bind_pages` gives the rows of one step their pages, :func:`unbind_pages` removes
 them again.
@@ -25,13 +25,13 @@ from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.ring import Ring
 
 Layout = tuple[bool, ...]
-"""For every leaf, whether it belongs to the rows. Hashable: a static argument of programs."""
+"""Flag per leaf: whether it belongs to the rows. Hashable, for use as a static argument."""
 
 State = TypeVar("State")
 
 
 def layout(make: Callable[[int], Any], batch: int) -> Layout:
-    """Which leaves of ``make(batch)`` have a row a batch row. Nothing is allocated."""
+    """Return which leaves of ``make(batch)`` have one row per batch row, without allocating."""
     one, more = (jax.eval_shape(functools.partial(make, b)) for b in (batch, batch + 1))
 
     def of(a: Any, b: Any) -> Any:
@@ -44,9 +44,9 @@ def layout(make: Callable[[int], Any], batch: int) -> Layout:
 
 
 def take(state: State, where: Layout, rows: jax.Array) -> State:
-    """The rows ``rows`` [R] int32 as a batch of R, around the same shared leaves.
+    """Return the rows ``rows`` [R] int32 as a batch of R with the same shared leaves.
 
-    Ids past the end give the last row: who asks for such must not let it run.
+    Ids past the end give the last row; the caller must keep those rows inactive.
     """
     leaves, tree = jax.tree.flatten(state)
     picked = (
@@ -67,12 +67,12 @@ def put(state: State, part: State, where: Layout, rows: jax.Array) -> State:
 
 
 def own(state: Any, where: Layout) -> tuple[jax.Array, ...]:
-    """The leaves of ``state`` that belong to its rows: what a checkpoint keeps."""
+    """Return the leaves of ``state`` that belong to its rows, as a checkpoint keeps them."""
     return tuple(x for x, mine in zip(jax.tree.leaves(state), where, strict=True) if mine)
 
 
 def with_own(state: State, where: Layout, leaves: tuple[jax.Array, ...]) -> State:
-    """``state`` with other leaves of its rows."""
+    """Return ``state`` with the leaves of its rows replaced."""
     olds, tree = jax.tree.flatten(state)
     new = iter(leaves)
     return jax.tree.unflatten(
@@ -87,7 +87,7 @@ def engine_owned(state: State) -> State:
     """Return a state whose pools an engine owns: no page is free, and no row has one.
 
     Raises:
-      ValueError: a pool is dense, its rows bound to their pages.
+      ValueError: a pool is dense, with its rows bound to their pages.
     """
 
     def own_pool(pool: Any) -> Any:
@@ -107,7 +107,7 @@ def bind_pages(state: State, table: jax.Array, rings: jax.Array) -> State:
 
     Args:
       state: B rows.
-      table: [B, M] int32, of every paged pool.
+      table: [B, M] int32, table for every paged pool.
       rings: [B] int32: ring r is pages ``r * R .. r * R + R - 1`` of every ring's pages.
     """
 
@@ -154,7 +154,7 @@ def ring_contents(state: Any) -> tuple[jax.Array, ...]:
 
 
 def with_ring_contents(state: State, contents: tuple[jax.Array, ...]) -> State:
-    """Write what :func:`ring_contents` gave into the rings of a state of one row with its pages."""
+    """Write the result of :func:`ring_contents` to the rings of a one-row state with its pages."""
     parts = iter(contents)
 
     def fill(pool: Any) -> Any:
@@ -169,12 +169,12 @@ def with_ring_contents(state: State, contents: tuple[jax.Array, ...]) -> State:
 
 
 def has_pages(state: Any) -> bool:
-    """Whether any paged pool of the state keeps something: else its rows own no page."""
+    """Return whether any paged pool of the state holds data; if not, its rows own no page."""
     return any(isinstance(p, PagedPool) and p.keys for p in _found(state))
 
 
 def row_bytes(make: Callable[[int], Any]) -> int:
-    """Bytes of what a row of ``make(batch)`` remembers beside its pages: of one checkpoint."""
+    """Return the bytes of a row of ``make(batch)`` outside its pages: the size of a checkpoint."""
     shape, where = jax.eval_shape(functools.partial(make, 1)), layout(make, 1)
     total = sum(x.size * x.dtype.itemsize for x in own(shape, where))
     for pool in _found(shape):
