@@ -202,16 +202,16 @@ class Engine:
     def extend(self, request: Request, tokens: str | Ids[int], **rules: Any) -> Request:
         """Another turn: more tokens after all that a finished request holds.
 
-        Its tokens are those of a new request with the whole text as its prompt. What was kept of
-        its cache is not computed again.
+        The output equals that of a new request with the whole text as its prompt. The kept part
+        of the cache is not recomputed.
 
         Args:
-          request: finished, not closed.
-          tokens: what comes after its output.
-          **rules: as in :meth:`submit`; those not given stay as they were.
+          request: a finished request that is not closed.
+          tokens: a string or ids that follow its output.
+          **rules: options as in :meth:`submit`; those not given are unchanged.
 
         Raises:
-          ValueError: it is not finished, or is closed or failed, or as :meth:`submit`.
+          ValueError: if the request is unfinished, closed or failed, or as in :meth:`submit`.
         """
         self._usable()
         sequence = request._sequence
@@ -229,17 +229,17 @@ class Engine:
 
     @exclusive
     def rewind(self, request: Request) -> Request:
-        """Forget the last turn, what was given and what was said; :meth:`extend` goes on there.
+        """Remove the last turn, input and output; :meth:`extend` then continues from there.
 
         Raises:
-          ValueError: it is not finished, or is closed.
+          ValueError: if the request is unfinished or closed.
         """
         self._usable()
         sequence = request._sequence
         if sequence.phase is not Phase.DONE:
             raise ValueError(f"{request!r} cannot be rewound: expected a finished request")
         turn = sequence.unwind()
-        # The last token before the turn is in no cache yet: it is read again with what follows.
+        # The last token before the turn is in no cache yet, so it is read with the next tokens.
         positions = min(sequence.read, max(turn.start - 1, 0))
         kept = sequence.number in self.scheduler.kept
         if not kept or not positions or (self.scheduler.checkpointed and turn.checkpoint is None):
@@ -259,16 +259,16 @@ class Engine:
     ) -> list[Request]:
         """Run a request for every prompt, and return them in order.
 
-        Request i draws as row i of ``generate(prompts, key=key)``.
+        Request i draws the same numbers as row i of ``generate(prompts, key=key)``.
 
         Args:
           prompts: strings, or lists of ids.
           key: as in :meth:`submit`.
-          progress: show a bar.
+          progress: whether to show a progress bar.
           **rules: as in :meth:`submit`.
 
         Raises:
-          ValueError: as :meth:`submit`, with the prompt's number; none of them runs then.
+          ValueError: as in :meth:`submit`, with the prompt's number; then no request runs.
         """
         requests: list[Request] = []
         try:

@@ -1,7 +1,7 @@
 """The programs of an engine: the pieces of a round, run on some rows of a larger state.
 
-Each is compiled once a shape. Shapes come from :class:`Buckets`, so there are few of them. The
-logic of a round is not here: these functions take rows out of the state, bind them to their pages,
+Each is compiled once per shape. Shapes come from :class:`Buckets`, so there are few of them. The
+logic of a round is elsewhere: these functions take rows out of the state, bind them to their pages,
 call :mod:`jaxdraft.round`, and put the rows back.
 """
 
@@ -27,14 +27,14 @@ from jaxdraft.state.rows import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """The sizes that programs are compiled for, each ascending; work is padded to the next.
+    """The sizes that programs are compiled for, each in ascending order. Work is padded up.
 
     Attributes:
-      rows: rows of a step.
-      chunks: prompt tokens a row in one step.
-      columns: columns of the page tables, M.
-      plain: a step in which nobody has drafts is a program of its own, of one row a request. (No
-        width between that and K: what a round draws depends on its width.)
+      rows: numbers of rows per step.
+      chunks: numbers of prompt tokens per row in one step.
+      columns: numbers of columns M of the page tables.
+      plain: whether a step without drafts has a separate program, of one position per request.
+        (There is no width between that and K, since the draws of a round depend on its width.)
     """
 
     rows: tuple[int, ...]
@@ -50,10 +50,11 @@ class Buckets:
 
     @classmethod
     def of(cls, *, max_batch: int, chunk: int, columns: int) -> Buckets:
-        """Powers of two of rows; chunks and columns in steps of four, so that few programs exist.
+        """Return powers of two for rows, and steps of four for chunks and columns.
 
-        What a step costs follows its rows and its chunk. The columns only decide how much of the
-        tables goes to the device: attention reads up to the longest row, whatever their number.
+        This keeps the number of programs small. The cost of a step depends on its rows and its
+        chunk. The columns only decide how much of the tables goes to the device: attention reads
+        up to the longest row, whatever the number of columns.
         """
         return cls(
             rows=_powers(max_batch, 2, 1),
@@ -64,7 +65,7 @@ class Buckets:
 
 
 def bucket(sizes: tuple[int, ...], wanted: int) -> int:
-    """The smallest of ``sizes`` that is at least ``wanted``."""
+    """Return the smallest of ``sizes`` that is at least ``wanted``."""
     return next(size for size in sizes if size >= wanted)
 
 
@@ -82,21 +83,21 @@ def _powers(most: int, factor: int, least: int) -> tuple[int, ...]:
 class BatchRows:
     """The rows of one step, and their pages."""
 
-    rows: jax.Array  # [R] int32 rows of the state; past its end where there is none
-    live: jax.Array  # [R] bool: there is one
+    rows: jax.Array  # [R] int32 rows of the state; past its end for padding
+    live: jax.Array  # [R] bool: False for padding
     table: jax.Array  # [R, M] int32
 
 
 @struct.dataclass
 class Report:
-    """What the host learns of a step, in one array of integers; see :class:`Columns`."""
+    """Results of a step for the host, in one array of integers; see :class:`Columns`."""
 
     numbers: jax.Array  # [R, W] int32
     logprobs: Logprobs | None = None
 
 
 class Columns:
-    """What stands where in a :class:`Report`, for drafts of K tokens."""
+    """The columns of a :class:`Report`, for drafts of K tokens."""
 
     NAMES = (
         "status", "length", "emitted", "count", "accepted", "pending", "failures", "stop_state",
@@ -113,7 +114,7 @@ class Columns:
         )
 
     def rows(self, order: list[int]) -> Columns:
-        """These rows, in this order."""
+        """Return the columns with the rows in ``order`` only, in that order."""
         return Columns(self._numbers[order], self.tokens.shape[1] - 1)
 
     status: np.ndarray
@@ -168,7 +169,7 @@ def _unbound(state: RoundState) -> RoundState:
 
 
 def _of_rows(rules: Rules) -> Rules:
-    """The rules without what belongs to no row: the automata."""
+    """Return the rules without the automata, which belong to no row."""
     stop = rules.stop_text
     if stop is None:
         return rules
@@ -198,17 +199,17 @@ def run_round(
     plain: bool,
     logprobs: int | None,
 ) -> tuple[RoundState, Report]:
-    """One round of some rows.
+    """Run one round of some rows.
 
     Args:
       target: the target.
       drafter: the drafter.
-      state: all rows.
-      rules: of all rows.
+      state: state of all rows.
+      rules: rules of all rows.
       batch: the rows that take part.
-      where: which leaves of the state belong to rows.
-      whole: all rows take part, in their order: nothing is moved.
-      plain: nobody has drafts in this round.
+      where: layout of the state: the leaves that belong to rows.
+      whole: whether all rows take part, in their order, so that nothing is moved.
+      plain: whether the round has no drafts.
       logprobs: as in :func:`jaxdraft.round.round`.
     """
     if whole:
@@ -218,7 +219,7 @@ def run_round(
     if plain:
         none = jax.tree.map(lambda x: x[:, :0], (part.proposal.tokens, part.proposal.support))
         part = replace(part, proposal=replace(part.proposal, tokens=none[0], support=none[1]))
-    # The host knows when nobody has drafts, and asks for the plain program then.
+    # When no row has drafts, the host chooses the plain program.
     part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs, drafted=True)
     report = _report(part, info, drafter.draft_tokens)
     part = _unbound(part)
@@ -240,15 +241,15 @@ def run_chunk(
     where: Layout,
     logprobs: int | None,
 ) -> tuple[RoundState, Report]:
-    """The next tokens of some prompts, and the first proposal of those that end here.
+    """Run the next tokens of some prompts, and the first proposal of those that end here.
 
     Args:
       target, drafter, state, rules, batch, where, logprobs: as in :func:`run_round`.
       tokens: [R, T] int32.
-      count: [R] int32, tokens of each row.
-      begins: [R] bool: the prompt ends here and the token that follows is emitted.
-      resumes: [R] bool: the text ends here, but for its last token, which was emitted before the
-        row lost its place and stands in ``state.tokens`` already.
+      count: [R] int32, number of tokens of each row.
+      begins: [R] bool, True if the prompt ends here and the token that follows is emitted.
+      resumes: [R] bool, True if the text ends here except for its last token. That token was
+        emitted before the row was preempted and is already in ``state.tokens``.
     """
     part, mine = _gather(state, rules, batch, where)
     part, last = rounds.read(target, drafter, part, tokens, count)
@@ -283,28 +284,28 @@ def admit(
     parts: Layout,
     skips: bool,
 ) -> RoundState:
-    """A text takes a row: what was there is forgotten, and what is known of the text is put there.
+    """Put a text into a row: clear the row, then restore the cached state of the text.
 
     Args:
       target: the target.
       drafter: the drafter.
-      state: all rows.
-      blank: the row leaves of a row that holds nothing.
+      state: state of all rows.
+      blank: the row leaves of an empty row.
       checkpoint: the row leaves of target and drafter after the first positions; see :func:`save`.
-      rings: what their rings held.
+      rings: the contents of their rings.
       row: [1] int32.
-      tokens: [1, S] int32, the text as far as it is known.
-      counts: [4, 1] int32: positions that are in the pages already, tokens emitted, failures of the
-        drafter, state of the stop-string automaton.
-      where: which leaves of the state belong to rows.
-      parts: the same of (target, drafter) alone.
-      skips: nothing but pages is needed to go on behind the first positions.
+      tokens: [1, S] int32, the tokens of the text so far.
+      counts: [4, 1] int32, numbers of positions already in the pages, tokens emitted, failures of
+        the drafter, state of the stop-string automaton.
+      where: layout of the state: the leaves that belong to rows.
+      parts: layout of (target, drafter) alone.
+      skips: whether pages alone are enough to continue after the first positions.
     """
     part = rows_.with_own(rows_.take(state, where, row), where, blank)
     length, emitted, failures, stop_state = counts
     both = (part.target, part.drafter)
     if checkpoint is not None:
-        fresh = full_drafter(drafter).learned(both[1])  # another text, or another turn
+        fresh = full_drafter(drafter).learned(both[1])  # these belong to another text or turn
         both = rows_.with_own(both, parts, checkpoint)
         both = (both[0], full_drafter(drafter).with_learned(both[1], fresh))
         if rings:
@@ -329,14 +330,14 @@ def admit(
 def skip(
     target: Target, drafter: Drafter, both: tuple[Any, Any], tokens: jax.Array, length: jax.Array
 ) -> tuple[Any, Any]:
-    """Start behind the first ``length`` [B] positions; None for what cannot."""
+    """Start after the first ``length`` [B] positions; None for a part that cannot."""
     one, two = full_target(target), full_drafter(drafter)
     return one.skip(both[0], tokens, length), two.skip(both[1], tokens, length)
 
 
 @functools.partial(jax.jit, static_argnames=("where",))
 def save_drafts(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
-    """What a row that loses its place must find again: its drafts, and what was learned."""
+    """Return the state that a preempted row needs later: its drafts and the learned state."""
     part = rows_.take(state, where, row)
     return part.proposal, full_drafter(drafter).learned(part.drafter)
 
@@ -345,10 +346,10 @@ def save_drafts(drafter: Drafter, state: RoundState, row: jax.Array, *, where: L
 def restore_drafts(
     drafter: Drafter, state: RoundState, row: jax.Array, saved_drafts: Any, *, where: Layout
 ) -> RoundState:
-    """A row that has read its text again goes on with what :func:`save_drafts` gave."""
+    """Restore the result of :func:`save_drafts` to a row that has read its text again."""
     part = rows_.take(state, where, row)
     proposal, known = saved_drafts
-    if proposal.support is None or part.proposal.support is None:  # nobody sampled then, or now
+    if proposal.support is None or part.proposal.support is None:  # no row sampled then, or now
         proposal = replace(proposal, support=part.proposal.support)
     restored = full_drafter(drafter).with_learned(part.drafter, known)
     part = replace(part, proposal=proposal, drafter=restored)
@@ -359,7 +360,7 @@ def restore_drafts(
 def save(
     state: RoundState, row: jax.Array, *, where: Layout, parts: Layout
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """What target and drafter remember of one row beside its pages, and what its rings hold."""
+    """Return the state of one row beside its pages, and the contents of its rings."""
     part = rows_.take(state, where, row)
     both = (part.target, part.drafter)
     nowhere = jnp.zeros((1, 0), jnp.int32)
@@ -369,7 +370,7 @@ def save(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def stop(state: RoundState, rows: jax.Array) -> RoundState:
-    """The rows where ``rows`` [B] is true run no more."""
+    """Stop the rows where ``rows`` [B] is true."""
     status = jnp.where(rows, Status.EMPTY, state.status).astype(jnp.int32)
     proposal = replace(state.proposal, length=jnp.where(rows, 0, state.proposal.length))
     return replace(state, status=status, proposal=proposal)
@@ -377,6 +378,6 @@ def stop(state: RoundState, rows: jax.Array) -> RoundState:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def copy(state: RoundState, source: jax.Array, to: jax.Array) -> RoundState:
-    """Pages ``source`` [C] are copied onto pages ``to`` [C]."""
+    """Copy pages ``source`` [C] onto pages ``to`` [C]."""
     target, drafter = rows_.copy_pages((state.target, state.drafter), source, to)
     return replace(state, target=target, drafter=drafter)

@@ -1,4 +1,4 @@
-"""Requests as a caller holds them, and the events of an engine."""
+"""The caller's handle of a request, and the events of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """A prompt, and what becomes of it. :meth:`jaxdraft.Engine.submit` makes them."""
+    """A prompt and its output, as returned by :meth:`jaxdraft.Engine.submit`."""
 
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine, self._sequence = engine, sequence
@@ -26,7 +26,7 @@ class Request:
 
     @property
     def prompt(self) -> list[int]:
-        """The ids that were given, of all turns and with the outputs of earlier ones."""
+        """The input ids of all turns, with the outputs of earlier turns between them."""
         return self._sequence.prompt
 
     @property
@@ -41,20 +41,20 @@ class Request:
 
     @property
     def logprobs(self) -> list[tuple[float, list[tuple[int, float]]]] | None:
-        """With ``logprobs=n``, a pair for every token of the output.
+        """Log-probabilities with ``logprobs=n``: a pair for every token of the output.
 
-        It holds the token's log-probability and the n best ``(token, log-probability)``.
+        A pair holds the token's log-probability and the n best ``(token, log-probability)``.
         """
         return self._sequence.logprobs
 
     @property
     def finished(self) -> bool:
-        """Whether its turn is over."""
+        """Whether the current turn is over."""
         return self._sequence.finished
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason of the end; None before it.
+        """The reason why the request ended; None before the end.
 
         ``"stop"``, ``"stop_string"``, ``"length"``, ``"context"``, ``"nonfinite"``, ``"cancelled"``
         or ``"failed"``.
@@ -68,26 +68,26 @@ class Request:
 
     @property
     def preemptions(self) -> int:
-        """The number of times it lost its place and was computed anew."""
+        """The number of times the request was preempted and recomputed."""
         return self._sequence.preemptions
 
     @property
     def reused(self) -> int:
-        """Prompt positions that were not computed, since they were known."""
+        """Number of prompt positions taken from a cache instead of computed."""
         return self._sequence.reused
 
     @property
     def stats(self) -> Stats:
-        """Its counters, one row. Forward passes are those it took part in, others beside it."""
+        """The request's counters, one row. Shared forward passes count fully."""
         with self._engine.lock:
             return (self._sequence.done + self._sequence.now).stats()
 
     def summary(self) -> Summary:
-        """Return its counters as Python numbers."""
+        """Return the request's counters as Python numbers."""
         return summarize(self.stats)
 
     def cancel(self) -> None:
-        """End it now; what was emitted stays. A request that is over is left alone."""
+        """End the request now and keep the emitted tokens; a finished one is left unchanged."""
         self._engine.cancel(self)
 
     def extend(self, tokens: str | Ids[int], **rules: Any) -> Request:
@@ -105,8 +105,8 @@ class Request:
 
         Raises:
           BaseException: the error of this request.
-          RuntimeError: a step failed in another thread that waited. The engine goes on, and the
-            result can be waited for again.
+          RuntimeError: if a step failed in another waiting thread. The engine continues, and
+            the caller can wait for the result again.
         """
         self._engine.wait(lambda: self.finished)
         if self.error is not None:
@@ -114,7 +114,7 @@ class Request:
         return self.tokens
 
     def close(self) -> None:
-        """Give back all it holds. It can be read on, but not continued."""
+        """Free everything the request holds. Its results stay readable; it cannot be continued."""
         self._engine.release(self)
 
     def __repr__(self) -> str:
@@ -123,11 +123,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class EngineEvent:
-    """What one request received in one step."""
+    """The tokens and text that one request received in one step."""
 
     request: Request
     tokens: list[int]
     text: str | None  # None without a tokenizer; may lag behind the tokens by a partial character
     accepted: int  # accepted drafts among the tokens; -1 for the token after the prompt
     finish_reason: str | None  # set on the request's last event
-    error: BaseException | None = None  # what went wrong, of this request alone
+    error: BaseException | None = None  # the error of this request, if it failed

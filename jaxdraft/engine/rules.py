@@ -1,4 +1,4 @@
-"""The rules of many requests as the arrays that a round reads: a row each."""
+"""The rules of many requests as the arrays that a round reads, one row per request."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from jaxdraft.state.budget import whole
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText
 
 _AUTOMATA = 16
-"""Sets of stop strings whose automata stay on the device when nobody uses them."""
+"""Number of sets of stop strings whose automata stay on the device when unused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """What the rules of a batch have at all: part of a program, where their values are not.
+    """The kinds of rules in a batch. A program depends on these, but not on their values.
 
     Attributes:
-      stops: stop ids of a row, a power of two.
-      samples: some row has a :class:`jaxdraft.Sampling`.
-      random: some row draws.
-      penalties, bias, allowed: some row has such.
-      automata: sets of stop strings, and states of the largest automaton; zeros: none.
-      logprobs: alternatives that some row wants, a power of two or 0; None: no log-probabilities.
+      stops: number of stop ids per row, a power of two.
+      samples: whether any row has a :class:`jaxdraft.Sampling`.
+      random: whether any row draws.
+      penalties, bias, allowed: whether any row has them.
+      automata: number of sets of stop strings, and of states of the largest automaton; zeros if
+        there is none.
+      logprobs: largest number of alternatives of a row, a power of two or 0; None means no
+        log-probabilities.
     """
 
     stops: int = 4
@@ -50,7 +52,7 @@ class Form:
 
     @classmethod
     def of(cls, rules: RequestRules) -> Form:
-        """The form of one request."""
+        """Return the form of one request."""
         how, n = rules.sampling, rules.logprobs
         return cls(
             stops=power_of_two(len(rules.stop_ids), least=4),
@@ -81,13 +83,13 @@ class Form:
 
 
 class RulesTable:
-    """The rules of every row, brought to the device when a row changes hands.
+    """The rules of every row, sent to the device when a row gets another request.
 
-    Programs are compiled for a :class:`Form`. It grows as requests need it, and starts again only
-    when the engine had nothing to do: a busy one does not go back and forth.
+    Programs are compiled for a :class:`Form`. The form grows as requests need it. It is reset only
+    when the engine was idle, so that a busy engine does not switch between programs.
 
     Args:
-      rows: B.
+      rows: B, number of rows.
       vocab_size: V.
     """
 
@@ -97,7 +99,7 @@ class RulesTable:
         self.start()
 
     def update(self, active: Mapping[int, Sequence]) -> None:
-        """Follow the rows: nothing happens while they are the same."""
+        """Update the rules to the active rows; do nothing while they are unchanged."""
         found: list[RequestRules | None] = [None] * self._rows
         for row, sequence in active.items():
             found[row] = sequence.rules
@@ -113,13 +115,13 @@ class RulesTable:
         self.rules, self._held = self._build(found), found
 
     def start(self) -> None:
-        """Nobody is there: the next request decides what programs are needed."""
+        """Reset to no requests, so that the next request decides which programs are needed."""
         self.form = Form()
         self._held: list[RequestRules | None] = [None] * self._rows
         self.rules = self._build(self._held)
 
     def neutral(self, *, random: bool) -> Rules:
-        """The rules of rows that nobody has."""
+        """Return the rules of unused rows."""
         before, self.form = self.form, Form(samples=random, random=random)
         rules, self.form = self._build([None] * self._rows), before
         return rules
@@ -214,24 +216,24 @@ def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> n
 def check_rules(
     model: Model, draft_tokens: int, context: int, length: int, options: Options
 ) -> RequestRules:
-    """Return the rules of one request, everything about them checked.
+    """Check the options of one request, and return its rules.
 
     Args:
       model: the model.
-      draft_tokens: K.
-      context: the longest sequence.
-      length: tokens before the output.
+      draft_tokens: K, maximum number of drafts per round.
+      context: maximum length of a sequence.
+      length: number of tokens before the output.
       options: the arguments of :meth:`jaxdraft.Engine.submit`.
 
     Raises:
-      ValueError: as there.
+      ValueError: as in :meth:`jaxdraft.Engine.submit`.
     """
     if options.sampling is not None and options.sampling.mask is not None:
         raise ValueError(
             "sampling.mask is a function and belongs to a whole program: generate takes one; "
             "requests that share a batch take arrays (allowed, logit_bias)"
         )
-    integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with the least of each
+    integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with their minimum
     given = {name: (getattr(options, name), low) for name, low in integers.items()}
     one: dict[str, Any] = {
         name: whole(name, v, low) for name, (v, low) in given.items() if v is not None
@@ -253,7 +255,7 @@ def check_rules(
 
 
 def _on_host(rules: SamplingRules | None) -> SamplingRules | None:
-    """Return one row of rules in numpy, its stream as raw data: nothing waits on the device."""
+    """Return one row of rules in numpy, its stream as raw data, so nothing stays on the device."""
     if rules is None:
         return None
     streams = rules.streams

@@ -26,15 +26,15 @@ from jaxdraft.state.budget import parse_memory, whole
 
 
 class Runner:
-    """A state of B rows, and what is done to it.
+    """A state of B rows, and the operations on it.
 
     Args:
       target: the target.
       drafter: the drafter.
-      batch: B.
-      pages: P, of a target that has pages.
-      page_size: Z.
-      columns: M.
+      batch: B, number of rows.
+      pages: P, number of pages if the target has pages.
+      page_size: Z, positions per page.
+      columns: M, columns of the page tables.
       context: S, tokens of the longest row.
       buckets: sizes that programs are compiled for.
     """
@@ -63,7 +63,7 @@ class Runner:
         learned = jax.eval_shape(full_drafter(drafter).learned, shape.drafter)
         self.learns = bool(jax.tree.leaves(learned))
         self._parts = rows.layout(lambda b: _states(self._make(b)), batch)
-        # A drafter that draws says from what: proposals have a support while anybody samples.
+        # A drawing drafter also returns its support, so proposals have one while any row samples.
         self._support = self._support_shape(shape)
         self._where = {
             drawn: rows.layout(lambda b, drawn=drawn: self._formed(self._make(b), drawn), batch)
@@ -74,27 +74,27 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """An empty state, whatever became of the one before."""
+        """Replace the state with an empty one."""
         self.state: RoundState = jax.jit(lambda: self._make(self.batch))()
         self._drawn = False
 
     @property
     def misses(self) -> int:
-        """How often a row found no room in the drafter's cache."""
+        """Number of times a row found no room in the drafter's cache."""
         return int(full_drafter(self.drafter).misses(self.state.drafter))
 
     def run(
         self, work: Work, active: Mapping[int, Sequence]
     ) -> tuple[tuple[Columns, Report] | None, tuple[Columns, Report] | None]:
-        """Run the programs of a step, and bring down what they say, all at once.
+        """Run the programs of a step, and fetch all their reports at once.
 
         Args:
-          work: from the scheduler.
-          active: who has which row.
+          work: the work of the step, from the scheduler.
+          active: the sequence of each used row.
 
         Returns:
-          What the round says, in the order of ``work.running``, and the chunk, in the order of
-          ``work.reading``.
+          Report of the round in the order of ``work.running``, and report of the chunk in the
+          order of ``work.reading``.
         """
         self.table.update(active)
         if self.learns:
@@ -139,10 +139,10 @@ class Runner:
 
         Args:
           active: the sequences that have rows.
-          stopping: rows that the device may believe to run.
+          stopping: rows that may still run on the device.
 
         Raises:
-          AssertionError: it does not.
+          AssertionError: if they disagree.
         """
         status, length = jax.device_get((self.state.status, self.state.length))
         for row in range(self.batch):
@@ -160,7 +160,7 @@ class Runner:
                 assert not runs and length[row] == sequence.read, (sequence, length[row])
 
     def save(self, sequence: Sequence) -> Any:
-        """What a sequence's row remembers beside its pages."""
+        """Return the state of a sequence's row beside its pages."""
         row = np.asarray([sequence.row], np.int32)
         where = self._where[self._drawn]
         return programs.save(self.state, row, where=where, parts=self._parts)
@@ -179,7 +179,7 @@ class Runner:
     # ------------------------------------------------------------------ programs
 
     def _round(self, sequences: list[Sequence], everyone: int) -> tuple[Report, list[int]]:
-        """The report, and where the sequences stand in it."""
+        """Run a round, and return its report and the place of each sequence in it."""
         size = bucket(self.buckets.rows, len(sequences))
         # When the whole state takes part anyway, nothing has to be moved.
         whole = size >= self.batch and len(sequences) == everyone
@@ -260,7 +260,7 @@ class Runner:
         )
 
     def _can_skip(self) -> bool:
-        """Whether rows can start behind pages that are full already, without a checkpoint."""
+        """Return whether rows can start after full pages without a checkpoint."""
 
         def ask() -> Any:
             state, zero = self._make(1), jnp.zeros((1,), jnp.int32)
@@ -269,10 +269,10 @@ class Runner:
         return all(part is not None for part in jax.eval_shape(ask))
 
     def _support_shape(self, shape: RoundState) -> Any:
-        """The form of a proposal's support.
+        """Return the shape of a proposal's support.
 
         Raises:
-          ValueError: what the target or the drafter returns breaks its contract.
+          ValueError: if a result of the target or the drafter breaks its contract.
         """
         rules = self.table.neutral(random=True)
 
@@ -290,7 +290,7 @@ class Runner:
         return jax.eval_shape(ask, shape).proposal.support
 
     def _formed(self, state: RoundState, drawn: bool) -> RoundState:
-        """The state as greedy programs know it, or as those that draw do."""
+        """Return the state in the form of greedy programs, or of programs that draw."""
         support = None
         if drawn and self._support is not None:
             batch = state.anchor.shape[0]
@@ -316,7 +316,7 @@ def empty_states(
 
 
 def checkpoint_bytes(target: Target, drafter: Drafter, **sizes: int) -> int:
-    """Bytes of what one row remembers beside its pages; the sizes are a runner's."""
+    """Return the bytes of one row's state beside its pages; the sizes are those of a runner."""
     return rows.row_bytes(lambda b: empty_states(target, drafter, b, **sizes))
 
 
@@ -335,16 +335,16 @@ def pool_pages(
 
     Args:
       model: the model, with the drafter that is used.
-      rows: B.
-      columns: M.
-      page_size: Z.
+      rows: B, number of rows.
+      columns: M, columns of the page tables.
+      page_size: Z, positions per page.
       context: S, tokens of the longest row.
       memory: bytes for everything, instead of ``pages``.
       pages: P itself. Default: all rows at full context.
-      checkpoints: the most checkpoints, which are paid from ``memory``.
+      checkpoints: maximum number of checkpoints, which count towards ``memory``.
 
     Raises:
-      ValueError: both are given, or the memory is too small.
+      ValueError: if both are given, or the memory is too small.
     """
     if memory is None:
         return rows * columns if pages is None else whole("pages", pages)

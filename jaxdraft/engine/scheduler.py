@@ -1,10 +1,11 @@
-"""Which sequence runs next, on which row and in which pages. Plain Python, no device arrays.
+"""Scheduling of sequences, rows and pages. Plain Python, no device arrays.
 
-First come, first served. Every running sequence gets the next round; beside it some prompts are
-read on, within a budget of tokens. A sequence is admitted when a row is free, and pages for its
-prompt and its first round are; no later one overtakes it. When pages run out later, remembered
-pages that no sequence uses go first. Then the youngest sequence loses its place and is computed
-anew when there is room. The oldest never does, and fits alone, so it always gets on.
+First come, first served. Every running sequence takes part in the next round. In the same step some
+prompts are read further, within a budget of tokens. A sequence is admitted when a row is free and
+so are pages for its prompt and its first round; no later sequence overtakes it. When pages run out
+later, cached pages that no sequence uses are evicted first. Then the youngest sequence is preempted
+and recomputed when there is room. The oldest is never preempted and fits alone, so it always
+makes progress.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from jaxdraft.engine.sequence import Phase, Sequence
 
 @dataclasses.dataclass
 class Work:
-    """What one step does, in this order."""
+    """The work of one step, in this order."""
 
     lost: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)  # their rows
-    stopped: list[int] = dataclasses.field(default_factory=list)  # rows that run no more
+    stopped: list[int] = dataclasses.field(default_factory=list)  # rows to stop on the device
     running: list[Sequence] = dataclasses.field(default_factory=list)  # one round
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # page onto page
     admitted: list[Admission] = dataclasses.field(default_factory=list)
@@ -34,24 +35,24 @@ class Work:
 
 @dataclasses.dataclass
 class Admission:
-    """A sequence takes a row."""
+    """Admission of a sequence to a row."""
 
     sequence: Sequence
-    checkpoint: Any  # what its row remembers behind the positions that are there, if that is needed
+    checkpoint: Any  # state of the row after the cached positions, if it is needed
 
 
 class Scheduler:
-    """Rows and pages of an engine, and the sequences that have or want them.
+    """Rows and pages of an engine, and the sequences that have or wait for them.
 
     Args:
-      rows: B.
+      rows: B, number of rows.
       pages: the pool.
-      lookahead: positions past a round's own that a drafter may write.
-      chunk: the most prompt tokens of a row in one step.
-      budget: the most prompt tokens of a step, of all rows.
-      prefixes: whether full pages are remembered.
+      lookahead: number of positions past those of a round that a drafter may write.
+      chunk: maximum number of prompt tokens per row in one step.
+      budget: maximum number of prompt tokens per step, over all rows.
+      prefixes: whether full pages are cached by content.
       checkpointed: whether a prefix needs a checkpoint beside its pages.
-      checkpoints: the most of them.
+      checkpoints: maximum number of checkpoints.
       overlap: as in :class:`PrefixCache`.
     """
 
@@ -74,23 +75,23 @@ class Scheduler:
         self.checkpointed = checkpointed
         self.cache = PrefixCache(pages, checkpoints=checkpoints, overlap=overlap)
         self.active: dict[int, Sequence] = {}  # by row
-        self.kept: OrderedDict[int, Sequence] = OrderedDict()  # over, with pages; least used first
+        self.kept: OrderedDict[int, Sequence] = OrderedDict()  # done, with pages; least used first
         self._free = list(range(rows))
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._serial = itertools.count()
-        self.lost: list[tuple[Sequence, int]] = []  # who lost its row since the last step
-        self.stopping: list[int] = []  # rows that the device believes to run
+        self.lost: list[tuple[Sequence, int]] = []  # preempted since the last step
+        self.stopping: list[int] = []  # rows not yet stopped on the device
 
     # ------------------------------------------------------------------ sequences come and go
 
     def add(self, sequence: Sequence) -> None:
-        """It waits for its turn; one that lost its place comes before all younger ones."""
+        """Queue a sequence by its order; a preempted one comes before all younger ones."""
         sequence.phase = Phase.WAITING
         heapq.heappush(self._waiting, (sequence.order, next(self._serial), sequence))
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Who waits, first come first."""
+        """The waiting sequences, in order of arrival."""
         found = (r for *_, r in sorted(self._waiting, key=lambda w: w[:2]))
         return list(dict.fromkeys(r for r in found if r.phase is Phase.WAITING))
 
@@ -100,16 +101,16 @@ class Scheduler:
         return bool(self.active) or self._next() is not None
 
     def needed(self, sequence: Sequence) -> int:
-        """Pages it can come to hold."""
+        """Return the maximum number of pages that the sequence can come to hold."""
         return self.pages.needed(sequence.cap) if self.pages.count else 0
 
     def leave(self, sequence: Sequence, *, stop: bool, remember: bool = True) -> None:
-        """Its row is free again, and its pages are, but for those remembered by content.
+        """Free the row and the pages of a sequence, except pages cached by content.
 
         Args:
-          sequence: with a row or without.
-          stop: the device does not know yet that the row runs no more.
-          remember: whether what its pages hold can be trusted.
+          sequence: the sequence, with or without a row.
+          stop: whether the row must still be stopped on the device.
+          remember: whether the content of its pages can be trusted.
         """
         if sequence.row is not None:
             self._vacate(sequence, stop)
@@ -126,14 +127,14 @@ class Scheduler:
             self.stopping.append(row)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its pages, and what was kept of it, are free."""
+        """Free the pages and the kept state of a sequence."""
         self.pages.drop(sequence.pages)
         sequence.pages, sequence.read, sequence.checkpoint = [], 0, None
         sequence.checkpoint_positions, sequence.pending_checkpoints = [], {}
         self.kept.pop(sequence.number, None)
 
     def keep(self, sequence: Sequence, checkpoint: Any, *, stop: bool) -> None:
-        """Its row is free; the pages in use stay with it until they are needed elsewhere."""
+        """Free the row of a sequence, and keep its used pages until they are needed elsewhere."""
         self._vacate(sequence, stop)
         self.remember(sequence)
         self.trim(sequence, sequence.read)
@@ -141,14 +142,14 @@ class Scheduler:
         self.kept[sequence.number] = sequence
 
     def trim(self, sequence: Sequence, positions: int) -> None:
-        """It goes back to its first ``positions`` positions; pages past them are free."""
+        """Cut a sequence back to its first ``positions`` positions, and free later pages."""
         held = self.pages.needed(positions) if self.pages.count else 0
         self.pages.drop(sequence.pages[held:])
         del sequence.pages[held:]
         sequence.read = positions
 
     def preempt(self, sequence: Sequence) -> None:
-        """It loses its place; what it computed is remembered as long as there is room."""
+        """Preempt a sequence; its computed pages stay cached while there is room."""
         if sequence.phase is Phase.RUNNING and sequence.row is not None:
             self.lost.append((sequence, sequence.row))
         self.leave(sequence, stop=True)
@@ -157,7 +158,7 @@ class Scheduler:
         self.add(sequence)
 
     def remember(self, sequence: Sequence) -> None:
-        """Its full pages can be found by content from now on, and its checkpoints with them."""
+        """Cache the full pages of a sequence by content, with their checkpoints."""
         if not self.prefixes:
             return
         full = self.cache.full(sequence.read)
@@ -169,7 +170,7 @@ class Scheduler:
                 del sequence.pending_checkpoints[position]
 
     def restart(self) -> None:
-        """Forget what the device holds: a sequence with a row waits again, with all its tokens."""
+        """Discard all device state; sequences with a row wait again, with all their tokens."""
         for sequence in list(self.active.values()):
             sequence.settle()
             sequence.saved_drafts = None
@@ -184,15 +185,15 @@ class Scheduler:
     # ------------------------------------------------------------------ pages
 
     def _reserve(self, sequence: Sequence, count: int, spare: int = 0) -> list[int] | None:
-        """``count`` pages, with ``spare`` more left over; None if that cannot be had.
+        """Take ``count`` pages and leave ``spare`` more free; None if that is impossible.
 
-        What is remembered by content goes first, then what finished sequences keep.
+        Pages cached by content are freed first, then those that finished sequences keep.
         """
         pages, wanted = self.pages, count + spare
         if pages.free < wanted:
             used = {p for r in (*self.active.values(), sequence) for p in r.pages}
             if wanted > pages.count - len(used):
-                return None  # nothing is forgotten in vain
+                return None  # evict nothing, since it would not help
             while pages.free + self.cache.evictable() < wanted and self.kept:
                 self.forget(next(iter(self.kept.values())))
             self.cache.evict(wanted - pages.free)
@@ -201,7 +202,7 @@ class Scheduler:
         return pages.take(count)
 
     def _cover(self, sequence: Sequence, positions: int) -> bool:
-        """Pages for the first ``positions`` positions."""
+        """Add pages for the first ``positions`` positions, and return whether that succeeded."""
         need = self.pages.needed(positions) - len(sequence.pages)
         if not self.pages.count or need <= 0:
             return True
@@ -214,7 +215,7 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def plan(self, alone: Sequence | None = None) -> Work:
-        """Return what the next step does. Rows and pages are given and taken here.
+        """Return the work of the next step. Rows and pages are allocated and freed here.
 
         Args:
           alone: the only sequence that may run, if there is one.
@@ -225,7 +226,7 @@ class Scheduler:
         for sequence in running:
             reach = min(len(sequence.ids) + sequence.pending + self.lookahead, sequence.cap)
             while sequence.row is not None and not self._cover(sequence, reach):
-                # The youngest goes, perhaps the one that asks. The oldest fits when it is alone.
+                # Preempt the youngest, which may be this sequence. The oldest always fits alone.
                 self.preempt(self._youngest())
         work.running = [r for r in running if r.row is not None]
         left = self.budget
@@ -241,7 +242,7 @@ class Scheduler:
                 self._read(work, alone, left)
         else:
             while left > 0 and (sequence := self._next()) is not None:
-                # Each that runs may soon want one page more.
+                # Each running sequence may soon need one more page.
                 spare = sum(r.phase is Phase.RUNNING for r in self.active.values())
                 if not self._admit(work, sequence, spare):
                     break
@@ -252,7 +253,7 @@ class Scheduler:
         return work
 
     def _read(self, work: Work, sequence: Sequence, left: int) -> int:
-        """Read on in its text, up to the next checkpoint."""
+        """Plan to read a text up to the next checkpoint, and return the number of tokens."""
         ends = [sequence.goal, *(m for m in sequence.checkpoint_positions if m > sequence.read)]
         count = max(0, min(left, self.chunk, min(ends) - sequence.read))
         if count:
@@ -260,7 +261,7 @@ class Scheduler:
         return count
 
     def _admit(self, work: Work, sequence: Sequence, spare: int) -> bool:
-        """Give it a row, and the pages of its text and first round, if they can be had."""
+        """Give a sequence a row and pages for its text and first round, if they are available."""
         if not self._free:
             return False
         was_kept = (
@@ -288,7 +289,7 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> tuple[int, Any]:
-        """Hold the known pages that begin its text; at least one position is left to run."""
+        """Share the cached pages that begin its text, leaving at least one position to run."""
         size = self.pages.size
         most = (sequence.goal - 1) // size
         path = self.cache.match(sequence.ids, most)
@@ -298,7 +299,7 @@ class Scheduler:
                 usable -= 1
             checkpoint = path[usable - 1].checkpoint if usable else None
             if self.cache.checkpoints:
-                # Where others got to, and where this text could be met again.
+                # The end of the shared prefix, and the last page that a later text could reuse.
                 sequence.checkpoint_positions = sorted(
                     n * size for n in {len(path), most} if n > usable
                 )
@@ -307,9 +308,13 @@ class Scheduler:
         return usable * size, checkpoint
 
     def _provide(self, sequence: Sequence, reused: int, spare: int) -> list[tuple[int, int]] | None:
-        """Pages to run the text after ``reused`` positions; the copies to make, None: no room."""
+        """Add pages to run the text after ``reused`` positions.
+
+        Returns:
+          The page copies to make, or None if there is no room.
+        """
         pages, mine = self.pages, sequence.pages
-        # What is written from here on must be in pages of nobody else.
+        # Positions written from here on must be in pages that no other holder shares.
         first = max(reused - self.cache.overlap, 0) // pages.size
         split = [n for n in range(first, len(mine)) if pages.held[mine[n]] > 1]
         reach = max(sequence.goal, min(sequence.goal + self.lookahead, sequence.cap))
@@ -329,7 +334,7 @@ class Scheduler:
         return max(self.active.values(), key=lambda r: r.order)
 
     def _next(self) -> Sequence | None:
-        """The first who waits."""
+        """Return the first waiting sequence."""
         while self._waiting and self._waiting[0][2].phase is not Phase.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
@@ -337,10 +342,10 @@ class Scheduler:
     # ------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Every page is free or held by whom its count says; every row has one sequence or none.
+        """Check that page counts match their holders, and each row has at most one sequence.
 
         Raises:
-          AssertionError: it is not so.
+          AssertionError: if the check fails.
         """
         holders = [*self.active.values(), *self.kept.values()]
         self.pages.check([self.cache.held(), *(r.pages for r in holders)])

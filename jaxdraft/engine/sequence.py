@@ -18,7 +18,7 @@ from jaxdraft.text import OutputText, Text
 
 
 class Phase(enum.Enum):
-    """Where a request is."""
+    """The phase of a request."""
 
     WAITING = "waiting"  # for a row and pages
     READING = "reading"  # its prompt, chunk by chunk
@@ -51,13 +51,13 @@ class Turn:
 
 
 class Sequence:
-    """The tokens of a request, turn after turn, and what the engine knows about them.
+    """The tokens of a request, turn after turn, and the engine's data about them.
 
     Args:
       number: the request's number.
       ids: the prompt.
       options: the options of the first turn.
-      rules: the same, checked.
+      rules: the same options, checked.
       keep: whether its cache stays in place when a turn is over.
       counters: the engine's counters.
 
@@ -65,28 +65,28 @@ class Sequence:
       ids: all tokens, those of earlier turns included.
       turns: the turns, oldest first; only a rewound sequence has an empty one.
       options: the options that the rules were made from.
-      phase: where it is.
+      phase: the current phase.
       order: its place in the queue; each turn has a new one.
       row: its row on the device, if it has one.
       pages: its pages.
-      read: positions in the caches; those of a kept sequence too.
-      checkpoint: state of the row of a kept sequence.
-      emitted: tokens of the current output.
-      pending: drafts of the coming round.
-      failures: failing rounds of the drafter, the last proposal included.
-      failed_before: failing rounds without the last proposal.
+      read: number of positions in the caches, also for a kept sequence.
+      checkpoint: row state of a kept sequence.
+      emitted: number of tokens of the current output.
+      pending: number of drafts for the next round.
+      failures: number of failing rounds of the drafter, the last proposal included.
+      failed_before: number of failing rounds without the last proposal.
       stop_state: state of the stop-string automaton.
       saved_drafts: drafts of a sequence that lost its row, and their number.
       checkpoint_positions: positions to make a checkpoint at.
-      pending_checkpoints: checkpoints whose pages are not remembered yet.
-      strikes: failing steps in which it ran alone.
-      preemptions: how often it lost its place and was computed anew.
-      reused: prompt positions that were not computed, since they were known.
-      done: counters of the rows that it left.
-      now: counters of its row.
-      finish_reason, error, text, logprobs: as of :class:`jaxdraft.Request`.
+      pending_checkpoints: checkpoints whose pages are not cached by content yet.
+      strikes: number of failing steps in which it ran alone.
+      preemptions: number of times it was preempted and recomputed.
+      reused: number of prompt positions taken from a cache instead of computed.
+      done: counters of the rows that it has left.
+      now: counters of its current row.
+      finish_reason, error, text, logprobs: as in :class:`jaxdraft.Request`.
       output_text: the decoder of the output, once a token was emitted.
-      total: tokens that prompt and output have at most.
+      total: maximum number of tokens of prompt and output together.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Sequence:
         self.begin(ids, options, rules)
 
     def begin(self, ids: Ids[int], options: Options, rules: RequestRules) -> None:
-        """Begin another turn. Nothing of it was emitted yet."""
+        """Begin another turn, with no output yet."""
         self.options, self.rules = options, rules
         start = len(self.ids)
         self.turns.append(Turn(start, start + len(ids), self.checkpoint))
@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether its turn is over."""
+        """Whether the current turn is over."""
         return self.phase in (Phase.DONE, Phase.CLOSED)
 
     @property
@@ -166,27 +166,27 @@ class Sequence:
 
     @property
     def goal(self) -> int:
-        """Positions to be in the caches before it runs."""
+        """Number of positions that must be in the caches before it runs."""
         return len(self.ids) - self.known
 
     @property
     def cap(self) -> int:
-        """Positions that will ever be in the caches: the last token is never put there."""
+        """Maximum number of positions in the caches; the last token is never stored there."""
         return self.total - 1
 
     def settle(self) -> None:
-        """Leave the row: the row's counters start again."""
+        """Add the counters of the row to the totals, and reset them."""
         self.counters.total = self.counters.total + self.now
         self.done, self.now = self.done + self.now, Counts.zeros(self.counters.draft_tokens)
 
     def apply(
         self, columns: Columns, logprobs: Logprobs | None, place: int, *, first: bool
     ) -> list[int]:
-        """Take in what a step reports about the row, and return the tokens it emitted.
+        """Apply the report of a step to the row, and return the tokens it emitted.
 
         Args:
           columns: the report.
-          logprobs: log-probabilities of the emitted tokens, if the program gives them.
+          logprobs: log-probabilities of the emitted tokens, if the program returns them.
           place: the row's place in both.
           first: whether the step emitted the first token of the output.
         """

@@ -1,8 +1,8 @@
 """Threads around one engine: a fair lock, and one thread at a time that runs the steps.
 
 A thread that waits for a result runs the engine's steps itself, unless another thread does so
-already. Then it sleeps until a step is over, looks at its request again, and takes over when the
-other thread has what it waited for. No thread is started here.
+already. Then it sleeps until a step is over and checks its request again. It takes over when the
+other thread's wait is over. No thread is started here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class FairLock:
-    """A reentrant lock; threads get it in the order in which they came.
+    """A reentrant lock that threads acquire in the order of arrival.
 
     Without the order, a thread that runs step after step would take an ordinary lock again before a
     waiting ``submit`` wakes up.
@@ -64,7 +64,7 @@ class FairLock:
 
 
 class Waiters:
-    """Threads that wait for something an engine's steps bring about."""
+    """Threads that wait for a result of an engine's steps."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -82,9 +82,9 @@ class Waiters:
         """Wait until ``done()``, and run steps meanwhile if no other waiting thread does.
 
         Args:
-          done: whether there is nothing to wait for any more.
-          step: runs one step.
-          after: called after every step that this thread notices.
+          done: function that returns whether the wait is over.
+          step: function that runs one step.
+          after: function called after every step that this thread notices.
 
         Raises:
           Exception: the error of a step that this thread ran.
@@ -107,7 +107,7 @@ class Waiters:
             after()
 
     def notify(self) -> None:
-        """Let the waiting threads look again."""
+        """Wake the waiting threads to check their conditions again."""
         if self._count:
             with self._changed:
                 self._changed.notify_all()
@@ -115,7 +115,7 @@ class Waiters:
     def _sleep(self, done: Callable[[], bool]) -> None:
         self._count += 1
         try:
-            if not done():  # looked at after the count: whoever finishes it from here on notifies
+            if not done():  # checked after counting: a later change is sure to notify
                 self._changed.wait()
         finally:
             self._count -= 1
@@ -188,7 +188,7 @@ _Result = TypeVar("_Result")
 def exclusive(
     method: Callable[Concatenate[_Self, _Args], _Result],
 ) -> Callable[Concatenate[_Self, _Args], _Result]:
-    """Return the method with the lock held while it runs; waiting threads look again after it."""
+    """Return the method run with the lock held; waiting threads are woken afterwards."""
 
     @functools.wraps(method)
     def locked(self: _Self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
