@@ -90,7 +90,7 @@ small model are below; one by one their page faults take as long as the transpos
 def abstract(
     module: Callable[..., nnx.Module], config: TargetConfig | DrafterConfig, dtype: DTypeLike
 ) -> Any:
-    """``module(config)`` with shapes and dtypes in place of arrays.
+    """Return ``module(config)`` with shapes and dtypes in place of arrays.
 
     Traced is a smaller module: rotary tables of one position, which are numpy and would be computed
     in full, and one decoder layer of each kind, because tracing thirty takes longer than reading

@@ -1,4 +1,4 @@
-"""What is said when an artifact cannot be converted."""
+"""The error for an artifact that cannot be converted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ArtifactError(ValueError):
     Attributes:
       file: the file at fault.
       where: the tensor, node or configuration path in it.
-      found: what stands there.
-      expected: what should.
+      found: the value found there.
+      expected: the expected value.
       problems: every problem, when several were found at once; else just this one.
     """
 

@@ -90,11 +90,11 @@ class Section:
         return key in self.body
 
     def at(self, key: str) -> str:
-        """The path of a key in the file."""
+        """Return the path of a key in the file."""
         return f"{self.where}.{key}" if self.where else key
 
     def fail(self, key: str, expected: str, found: str | None = None) -> ArtifactError:
-        """An error about a key. ``found`` is its value by default."""
+        """Return an error about a key. ``found`` is its value by default."""
         if found is None:
             found = shown(self.body[key]) if key in self.body else "nothing"
         return ArtifactError(self.file, self.at(key), found, expected)
@@ -114,7 +114,7 @@ class Section:
     # Values. Each raises an ArtifactError if the value is of another kind.
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key, else ``default`` if it is null, else that of the section."""
+        """Return the value of a key, else ``default`` if it is null, else that of the section."""
         value = self.body.get(key)
         if value is not None:
             return value
@@ -130,7 +130,7 @@ class Section:
         default: int | None = None,
         meaning: str = "",
     ) -> int:
-        """An integer in ``low..high``."""
+        """Return an integer in ``low..high``."""
         value = self.value(key, default)
         # 7.0 and "7" are not integers in JSON's spelling of one.
         if not is_integer(value) or not low <= value <= high:
@@ -138,7 +138,7 @@ class Section:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """Return a positive finite number."""
         value = self.value(key, default)
         real = isinstance(value, int | float) and not isinstance(value, bool)
         if not real or not math.isfinite(value) or value <= 0:
@@ -146,21 +146,21 @@ class Section:
         return float(value)
 
     def string(self, key: str) -> str:
-        """A string that is not empty."""
+        """Return a string that is not empty."""
         value = self.body.get(key)
         if not isinstance(value, str) or not value:
             raise self.fail(key, "a name")
         return value
 
     def boolean(self, key: str) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.body.get(key)
         if not isinstance(value, bool):
             raise self.fail(key, "true or false")
         return value
 
     def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
-        """A list of integers in ``low..high``."""
+        """Return a list of integers in ``low..high``."""
         values = self.body.get(key)
         good = isinstance(values, list) and all(is_integer(v) and low <= v <= high for v in values)
         if not good:
@@ -168,14 +168,14 @@ class Section:
         return tuple(values)
 
     def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> Self:
-        """An object."""
+        """Return an object of the file as a section."""
         value = self.body.get(key)
         if not isinstance(value, dict):
             raise self.fail(key, "an object")
         return self.inner(value, self.at(key), defaults)
 
     def sections(self, key: str) -> Iterator[Self]:
-        """The objects of a list; an absent one is empty."""
+        """Return the objects of a list; an absent one is empty."""
         values = self.body.get(key, [])
         if not isinstance(values, list):
             raise self.fail(key, "a list")
@@ -188,7 +188,7 @@ class Section:
     def inner(
         self, body: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
     ) -> Self:
-        """Another object of the same file."""
+        """Return another object of the same file."""
         return type(self)(body, self.file, where, self.problems, self.remarks, defaults)
 
     def token(self, key: str, vocab: int) -> int | None:
@@ -201,7 +201,7 @@ class Section:
         return None
 
     def stop_ids(self, vocab: int) -> tuple[int, ...]:
-        """The tokens of ``eos_token_id``."""
+        """Return the tokens of ``eos_token_id``."""
         key = "eos_token_id"
         value = self.body[key] if key in self.body else self.defaults.get(key)
         return stop_ids(value, self.at(key), self.file, vocab, self.remarks)

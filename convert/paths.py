@@ -22,7 +22,7 @@ _MAX_NAME = 1024
 
 
 def contained(folder: Path, location: str, file: str, where: str) -> Path:
-    """The regular file that ``location`` names inside ``folder``, links followed.
+    """Return the regular file that ``location`` names inside ``folder``, links followed.
 
     Nothing is opened. A location may name a subfolder; it may not be absolute, go up, use a drive
     or a backslash, hold a NUL, or reach outside through a link (onnx/onnx#3991, #7686).
@@ -72,7 +72,7 @@ def _encodable(text: str) -> bool:
 
 
 def locate(folder: Path, location: str, file: str, where: str) -> Path:
-    """The regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
+    """Return the regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
 
     One link out of the folder is followed: a snapshot of the Hugging Face cache,
     ``models--x/snapshots/revision``, consists of links into ``models--x/blobs``.
@@ -88,7 +88,7 @@ def locate(folder: Path, location: str, file: str, where: str) -> Path:
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether ``folder`` holds a checkpoint and no ONNX artifact."""
+    """Return whether ``folder`` holds a checkpoint and no ONNX artifact."""
     folder = Path(folder)
     if (folder / GENAI_CONFIG).exists():
         return False

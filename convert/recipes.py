@@ -51,12 +51,12 @@ class Matrix(Piece, Protocol):
     """A piece [out, in] of which a range of rows can be had."""
 
     def rows(self, start: int, stop: int) -> Matrix:
-        """Rows ``start..stop``."""
+        """Return rows ``start..stop``."""
         ...
 
 
 def convert_into(out: Array, values: Array) -> None:
-    """``out[...] = values``, rounded once and from the exact value."""
+    """Set ``out[...] = values``, rounded once and from the exact value."""
     if values.dtype == out.dtype:
         _bits(out)[...] = _bits(values)
     elif out.dtype == np.float32 and _is_bfloat16(values):
@@ -78,7 +78,7 @@ def _is_bfloat16(values: Array) -> bool:
 
 
 def transpose_into(out: Array, stored: Array) -> None:
-    """``out[...] = stored.T``, rounded once, through a staging buffer.
+    """Set ``out[...] = stored.T``, rounded once, through a staging buffer.
 
     Args:
       out: [n, k], any float dtype.
@@ -126,7 +126,7 @@ class Dense:
 
     @classmethod
     def of(cls, tensor: Tensor, *, transposed: bool) -> Dense:
-        """All rows."""
+        """Return a piece of all rows of a tensor."""
         rows = tensor.shape[-1] if transposed else math.prod(tensor.shape[:-1])
         return cls(tensor, transposed, 0, rows)
 
@@ -159,7 +159,7 @@ class Dense:
 
 
 def as_float32(values: Array) -> Array:
-    """Any float dtype promoted to float32, which is exact."""
+    """Return values of any float dtype as float32, which is exact."""
     if values.dtype == np.float32:
         return values
     if values.dtype == ml_dtypes.bfloat16:  # the upper half of a float32
@@ -211,12 +211,12 @@ class Recipe:
 
     @classmethod
     def of(cls, piece: Piece) -> Recipe:
-        """A parameter of one piece."""
+        """Return a parameter of one piece."""
         return cls(piece.shape, (piece,))
 
     @classmethod
     def rows(cls, pieces: Sequence[Matrix]) -> Recipe:
-        """Matrices of one width, one below the other."""
+        """Return matrices of one width, one below the other."""
         height = sum(p.shape[0] for p in pieces)
         return cls((height, *pieces[0].shape[1:]), tuple(pieces))
 
@@ -245,5 +245,5 @@ Recipes = dict[tuple[str | int, ...], Recipe]
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that rounds to the same float32: 9.99999997e-07 -> 1e-06."""
+    """Return the shortest decimal that rounds to the same float32: 9.99999997e-07 -> 1e-06."""
     return float(str(np.float32(value)))

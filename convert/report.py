@@ -80,11 +80,11 @@ class Report:
 
     @property
     def loads(self) -> bool:
-        """Whether it would load."""
+        """Whether the folder would load."""
         return not self.problems
 
     def summary(self) -> Facts:
-        """The report as plain values, for people and for JSON."""
+        """Return the report as plain values, for people and for JSON."""
         facts: Facts = {
             "folder": str(self.folder),
             "loads": self.loads,

@@ -68,7 +68,7 @@ NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint
 
 
 def type_name(data_type: int) -> str:
-    """``1`` -> ``"FLOAT"``."""
+    """Return the name of a type: ``1`` -> ``"FLOAT"``."""
     return TYPES.get(data_type, f"type {data_type}")
 
 
@@ -84,7 +84,7 @@ def stored_bytes(data_type: int, shape: Iterable[int]) -> int:
 
 
 def unpack_nibbles(packed: Array, count: int, *, signed: bool) -> Array:
-    """Elements of a packed 4-bit tensor, low nibble first, one a byte: [count].
+    """Return the elements of a packed 4-bit tensor, low nibble first, one per byte: [count].
 
     Example: ``0xF8`` is (-8, -1) signed and (8, 15) unsigned.
     """
@@ -103,17 +103,17 @@ class DataFiles:
         self._lock = threading.Lock()
 
     def size(self, path: Path) -> int:
-        """Bytes in the file. No map is made."""
+        """Return the bytes in the file, without a map."""
         return path.stat().st_size
 
     def view(self, path: Path, offset: int, length: int) -> Array:
-        """Bytes [length] of the file, as a read-only view of the map."""
+        """Return bytes [length] of the file, as a read-only view of the map."""
         if length == 0:
             return np.empty(0, np.uint8)
         return np.frombuffer(self._map(path), np.uint8, length, offset)
 
     def drop(self, path: Path, offset: int, length: int) -> None:
-        """Let go of the resident pages of a range. They come back from disk if touched again."""
+        """Release the resident pages of a range. A later access reads them from disk again."""
         held = self._maps.get(path)
         if held is None or not hasattr(held, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
             return
@@ -174,7 +174,7 @@ class Tensor:
         return stored_bytes(self.data_type, self.shape)
 
     def read(self) -> Array:
-        """The values in the tensor's own dtype and shape; 4-bit types one element a byte.
+        """Return the values in the tensor's own dtype and shape; 4-bit types one element per byte.
 
         A view of the map where bytes can be used as they are; read-only.
         """
@@ -190,7 +190,7 @@ class Tensor:
         return self.data_type in NIBBLES
 
     def raw(self) -> Array:
-        """The stored bytes of a 4-bit tensor in the graph's data file or in the graph."""
+        """Return the stored bytes of a 4-bit tensor in the graph's data file or in the graph."""
         if self.inline is not None:
             nibbles = self.inline.reshape(-1).astype(np.uint8) & 0x0F
             if nibbles.size % 2:
