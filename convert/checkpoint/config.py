@@ -353,7 +353,7 @@ class _Target:
     def _mtp(
         self, config: TargetConfig, attention: AttentionConfig
     ) -> tuple[MtpConfig | None, tuple[ArtifactError, ...]]:
-        """The head that the settings describe, or why it is not implemented.
+        """Return the head that the settings describe, or why it is not implemented.
 
         The target does not depend on it, so what is wrong with it is no problem of the target.
         """

@@ -161,7 +161,7 @@ def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
 
 
 def with_head(target: TargetFolder, folder: Path) -> TargetFolder:
-    """The target with its multi-token-prediction head, whose tensors are all there."""
+    """Return the target with its multi-token-prediction head, whose tensors are all there."""
     facts = target.facts
     with _problems_of(target.folder, folder) as problems:
         problems.extend(facts.mtp_problems)
@@ -192,7 +192,7 @@ def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]
 def choose_drafter(
     drafter: str | Path | None, folder: Path, found: Mapping[DrafterKind, Path]
 ) -> Path | Literal["mtp"] | None:
-    """The folder of a block drafter, or "mtp", or None."""
+    """Return the folder of a block drafter, or "mtp", or None."""
     if drafter is None:
         drafter = next(iter(found), "none")
     if isinstance(drafter, str):
@@ -274,7 +274,7 @@ def _without_copies(
 
 @contextlib.contextmanager
 def _problems_of(part: Path, folder: Path) -> Generator[Problems]:
-    """Raises the problems of a folder together, its name before those of its files."""
+    """Raise the problems of a folder together, its name before those of its files."""
     problems = Problems()
     try:
         yield problems
@@ -289,7 +289,7 @@ def _problems_of(part: Path, folder: Path) -> Generator[Problems]:
 
 @contextlib.contextmanager
 def _remarks_of(part: Path, folder: Path, remarks: Remarks) -> Generator[Remarks]:
-    """Collects the remarks about a folder, its name before those of its files."""
+    """Collect the remarks about a folder, its name before those of its files."""
     own = Remarks()
     yield own
     label = "" if part == folder else f"{part.name}/"
@@ -298,7 +298,7 @@ def _remarks_of(part: Path, folder: Path, remarks: Remarks) -> Generator[Remarks
 
 
 def weights_file(folder: Path) -> str:
-    """What messages about tensors name."""
+    """Return the file name that messages about tensors contain."""
     return INDEX if (folder / INDEX).exists() else SINGLE
 
 

@@ -43,7 +43,7 @@ class ModelSection(Section):
     """An object of a ``config.json``, with what the files of targets and drafters share."""
 
     def dtype(self) -> str | None:
-        """The dtype that the file names; None: none, or that of the stored tensors."""
+        """Return the dtype that the file names; None: none, or that of the stored tensors."""
         key = next((k for k in ("dtype", "torch_dtype") if self.body.get(k) is not None), None)
         if key is None:
             return None
@@ -57,7 +57,7 @@ class ModelSection(Section):
         return name
 
     def rope(self, keys: set[str], kinds: tuple[str, ...]) -> tuple[Rope, ModelSection]:
-        """The rotary embedding, of the newer or the older spelling."""
+        """Return the rotary embedding, of the newer or the older spelling."""
         if self.body.get("rope_parameters") is not None:
             inner = self.section("rope_parameters")
             self.only("rope_scaling", {}, self.body["rope_parameters"])
