@@ -18,7 +18,7 @@ _MIXERS = ("GroupQueryAttention", "PagedAttention", "LinearAttention", "GatedDel
 
 
 def count_layers(walk: Walk, configured: int, where: str) -> None:
-    """The graph has as many layers as the configuration says: one mixer each."""
+    """Check that the graph has as many layers as the configuration says: one mixer each."""
     found = sum(node.op in _MIXERS for node in walk.graph.nodes)
     if found != configured:
         raise ArtifactError(
@@ -83,12 +83,12 @@ class Core:
     rotary: bool
 
     def scale(self, head_dim: int) -> float:
-        """The multiplier of q . k; zero stands for the usual one."""
+        """Return the multiplier of q . k; zero stands for the usual one."""
         return shortest(self.call.attributes["scale"] or head_dim**-0.5)
 
 
 def attention_core(walk: Walk, value: str) -> Core:
-    """``value`` as the output of an attention operator."""
+    """Match ``value`` as the output of an attention operator."""
     call = walk.expect_op(value, "GroupQueryAttention", "PagedAttention")
     label, a = call.node.label, call.attributes
     heads, kv_heads = a["num_heads"], a["kv_num_heads"]
@@ -197,7 +197,7 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
 
 
 def check_tables(walk: Walk, tables: Tables | None, head_dim: int) -> None:
-    """Tables rotate no more channels than a head has."""
+    """Check that tables rotate no more channels than a head has."""
     if tables and tables.rotary_dim > head_dim:
         raise ArtifactError(
             walk.file,
@@ -208,7 +208,7 @@ def check_tables(walk: Walk, tables: Tables | None, head_dim: int) -> None:
 
 
 def _packed_inputs(walk: Walk, core: Core, head_dim: int, width: int, gate: str) -> _Inputs:
-    """Rows of queries, keys and values, side by side."""
+    """Return rows of queries, keys and values, side by side."""
     if gate:
         raise ArtifactError(
             walk.file, core.call.node.label, "packed rows and a gate", "one or the other"

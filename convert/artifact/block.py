@@ -195,7 +195,7 @@ class BlockReader:
         walk.expect_same(f"{joined.node.label}, the earlier candidates", tail, candidates)
 
     def codebook(self, value: str, indices: str) -> Piece:
-        """``value = book[indices]``: the book [V, R]."""
+        """Match ``value = book[indices]``: the book [V, R]."""
         walk = self.walk
         call = walk.expect_op(value, "Gather")
         walk.expect_same(f"{call.node.label}, indices", call["indices"], indices)
@@ -206,11 +206,11 @@ class BlockReader:
         return Dense.of(table, transposed=False)
 
     def gather_indices(self, value: str) -> str:
-        """Indices of the Gather that computes ``value``."""
+        """Return indices of the Gather that computes ``value``."""
         return self.walk.expect_op(value, "Gather")["indices"]
 
     def slice(self, value: str, start: int, end: int, axis: int) -> str:
-        """``value = x[start:end]`` along ``axis``: x."""
+        """Match ``value = x[start:end]`` along ``axis``: x."""
         call = self.walk.expect_op(value, "Slice")
         self.walk.expect(call, "starts", [start])
         self.walk.expect(call, "ends", [end])
@@ -218,7 +218,7 @@ class BlockReader:
         return call["data"]
 
     def last_two_swapped(self, value: str) -> str:
-        """``value = swapaxes(x, -1, -2)`` of rank 4: x."""
+        """Match ``value = swapaxes(x, -1, -2)`` of rank 4: x."""
         call = self.walk.expect_op(value, "Transpose")
         if call.attributes["perm"] != (0, 1, 3, 2):
             raise ArtifactError(
@@ -227,7 +227,7 @@ class BlockReader:
         return call["data"]
 
     def same_rank(self, book: Piece, rank: int) -> None:
-        """A second codebook of the same rank."""
+        """Check that a second codebook has the same rank."""
         if book.shape[1] != rank:
             raise ArtifactError(
                 self.walk.file,
@@ -243,7 +243,7 @@ class BlockReader:
         return io_input(self.walk, self.io, "input_ids", INT64, ("block rows",))
 
     def context(self, value: str) -> tuple[Recipes, int, int]:
-        """``value = hidden_norm(fc(aux))``: (parameters, A, type of aux).
+        """Match ``value = hidden_norm(fc(aux))``: (parameters, A, type of aux).
 
         aux_hidden_states -> Cast -> MatMul fc -> SimplifiedLayerNormalization = value
         """
@@ -277,7 +277,7 @@ class BlockReader:
         return table, scale
 
     def attention(self, value: str, layer: int) -> Attended:
-        """``value = o(attention)`` over the stream, taken at the block's rows.
+        """Match ``value = o(attention)`` over the stream, taken at the block's rows.
 
         The stream is [context rows, block rows] of every request.
 
@@ -412,7 +412,7 @@ class BlockReader:
     # All layers.
 
     def layers(self, final: Norm) -> tuple[list[LayerPlan], str]:
-        """Every layer, and the value that enters the first."""
+        """Return every layer, and the value that enters the first."""
         count_layers(self.walk, self.section.layers, self.section.where)
         found: list[LayerPlan] = []
         norm = final
@@ -472,7 +472,7 @@ class BlockReader:
     def convolution(
         self, name: str, prepare: object, finish: object
     ) -> tuple[ConvConfig | None, Recipes]:
-        """Both sides of a convolution as one module."""
+        """Return both sides of a convolution as one module."""
         return None, {}
 
     # The plan.
@@ -520,7 +520,7 @@ class BlockReader:
         """Called with the value that enters the first layer."""
 
     def _compare(self, config: BlockDrafterConfig, page_size: int) -> None:
-        """The section says the same as the graph."""
+        """Check that the section agrees with the graph."""
         section, attention = self.section, config.attention
         for key, configured, found in (
             ("num_key_value_heads", section.kv_heads, attention.kv_heads),

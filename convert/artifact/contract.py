@@ -110,7 +110,7 @@ def _check_conditioning(
 def _check_rows(
     file: str, kind: str, value: Value, dynamic: int, width: int, problems: Problems
 ) -> None:
-    """Rows are dynamic, channels are not."""
+    """Check that rows are dynamic and channels are not."""
     rows, channels = value.shape[:-1], value.shape[-1:]
     if len(rows) != dynamic or any(isinstance(d, int) for d in rows) or channels != (width,):
         problems.report(

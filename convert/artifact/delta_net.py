@@ -16,7 +16,7 @@ from jaxdraft.config import DeltaNetConfig
 
 
 def delta_net(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
-    """``value = out(gated_norm(delta_rule(conv(qkv(x))), z(x)))``, in either form.
+    """Match ``value = out(gated_norm(delta_rule(conv(qkv(x))), z(x)))``, in either form.
 
     x --> MatMul qkv -> convolution --> delta rule --> GatedRMSNorm -> MatMul out = value
       |                                  |  |              |
@@ -87,7 +87,7 @@ class _Rule:
 def _heads_of(
     walk: Walk, call: Call, reshape: Call, kept: list[int], where: str
 ) -> tuple[int, int]:
-    """Heads and head width that a Reshape cuts rows into."""
+    """Return heads and head width that a Reshape cuts rows into."""
     shape = walk.constant(reshape["shape"]).tolist()
     good = (
         isinstance(shape, list)
@@ -105,7 +105,7 @@ def _heads_of(
 def _paged_rule(
     walk: Walk, value: str, io: Io, layer: int, value_heads: int, value_dim: int
 ) -> _Rule:
-    """The rule over packed rows.
+    """Return the rule over packed rows.
 
     mixed -> Split --> Reshape [heads, channels] = q --> GatedDeltaNet -> Reshape = value
                    --> Reshape = k ------------------>      |  <-- A_log, dt_bias
@@ -154,7 +154,7 @@ def _paged_rule(
 def _dense_rule(
     walk: Walk, value: str, io: Io, layer: int, value_heads: int, value_dim: int
 ) -> _Rule:
-    """The rule over [batch, sequence] rows.
+    """Return the rule over [batch, sequence] rows.
 
     mixed -> Split --> q / |q| --> [Mul channels^-1/2] --> LinearAttention = value
                    --> k / |k| -------------------------->    |   <-- the past state
@@ -192,7 +192,7 @@ def _dense_rule(
 
 
 def _scaled(walk: Walk, value: str) -> tuple[str, float]:
-    """``value = x * factor``, or ``value`` itself and 1."""
+    """Match ``value = x * factor``, or ``value`` itself and 1."""
     if walk.op(value) != "Mul":
         return value, 1.0
     call = walk.expect_op(value, "Mul")
@@ -226,7 +226,7 @@ def _split_qkv(
 
 
 def _l2_normalized(walk: Walk, value: str, heads: int, head_dim: int | None) -> tuple[str, int]:
-    """``value = x / |x|`` per head: (x, head width).
+    """Match ``value = x / |x|`` per head: (x, head width).
 
     x -> Reshape [heads, channels] -> LpNormalization -> Reshape = value
     """
@@ -245,7 +245,7 @@ def _l2_normalized(walk: Walk, value: str, heads: int, head_dim: int | None) -> 
 def _convolution(
     walk: Walk, value: str, io: Io, layer: int, channels: int, rule: _Rule
 ) -> tuple[str, Tensor, Tensor]:
-    """The causal convolution: (rows before it, weight [C, 1, W], bias [C]).
+    """Return the causal convolution: (rows before it, weight [C, 1, W], bias [C]).
 
     dense: x -> Transpose -> CausalConvWithState -> Transpose = value    <-- past, --> present
     paged: x ---------> VarlenCausalConvWithState = value    <-- lengths, state, --> [captured]

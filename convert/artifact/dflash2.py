@@ -84,7 +84,7 @@ class _DFlash2Reader(BlockReader):
         return blocks["data"]
 
     def convolved(self, value: str) -> tuple[str, object]:
-        """``value = sum_tap (base + delta) * x[t - tap]``, a mask on every tap but the first.
+        """Match ``value = sum_tap (base + delta) * x[t - tap]``, a mask on every tap but the first.
 
         x -----------------------------------------> Mul ------------> Add = value
         base 0, delta 0 -> Add -> Reshape ---------->                   |

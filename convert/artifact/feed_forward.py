@@ -25,7 +25,7 @@ class FeedForward:
 
 
 def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
-    """``value = mlp(x)``, routed experts, or routed experts beside a gated shared one.
+    """Match ``value = mlp(x)``, routed experts, or routed experts beside a gated shared one.
 
     x --> MatMul router -> Reshape --> MoE, QMoE ---------> GatedAdd = value
       |                                                      |    |
@@ -56,7 +56,7 @@ def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
 
 
 def mlp(walk: Walk, value: str, width: int) -> FeedForward:
-    """``value = down(silu(gate(x)) * up(x))``.
+    """Match ``value = down(silu(gate(x)) * up(x))``.
 
         x --> MatMul gate --> Sigmoid --> Mul --> Mul -> MatMul down = value
           |               |               |       |
@@ -90,7 +90,7 @@ def mlp(walk: Walk, value: str, width: int) -> FeedForward:
 
 
 def _experts(walk: Walk, value: str, width: int) -> FeedForward:
-    """``value = experts(x)``, each of them a fused SwiGLU: gate and up in turn.
+    """Match ``value = experts(x)``, each of them a fused SwiGLU: gate and up in turn.
 
     x --> MatMul router -> Reshape [-1, experts] --> MoE, QMoE = value
       |                                               |  <-- fc1 [E, 2 hidden, width], [zeros]

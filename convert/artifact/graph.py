@@ -321,7 +321,7 @@ _FIELDS: dict[int, str] = {
 
 
 def _inline(proto: TensorProto, where: str, shape: tuple[int, ...], file: str) -> Array:
-    """Values stored in the graph itself, in ``raw_data`` or in the field of their type."""
+    """Return values stored in the graph itself, in ``raw_data`` or in the field of their type."""
     data_type = proto.data_type
     needed = stored_bytes(data_type, shape)
     if proto.HasField("raw_data"):

@@ -150,7 +150,7 @@ def _plan(
 
 
 def _io(graph: Graph, config: ArtifactConfig, section: DrafterSection) -> Io:
-    """Names of the head's inputs.
+    """Return names of the head's inputs.
 
     A paged head is fed like the paged target, whose section names the lengths and the page table;
     its own section still lists the attention mask of the dense form, which the graph has not.

@@ -62,13 +62,13 @@ def pack(
 
 
 def _below(pieces: Sequence[Piece]) -> Recipe:
-    """Pieces that differ in their first axis alone, one below the other."""
+    """Return pieces that differ in their first axis alone, one below the other."""
     height = sum(piece.shape[0] for piece in pieces)
     return Recipe.stack((height, *pieces[0].shape[1:]), pieces)
 
 
 def _alike(recipe: Recipe) -> list[Quantized] | None:
-    """The pieces, if they can stand one below the other in a ``PackedLinear``."""
+    """Return the pieces, if they can stand one below the other in a ``PackedLinear``."""
     parts = [piece for piece in recipe.pieces if isinstance(piece, Quantized)]
     if len(parts) < len(recipe.pieces) or len({(p.blocks, p.scales.data_type) for p in parts}) != 1:
         return None

@@ -149,7 +149,7 @@ def _shell(
     dtype: DTypeLike,
     packed: bool,
 ) -> Shell:
-    """The module, checked against its recipes."""
+    """Return the module, checked against its recipes."""
     made = abstract(module, config, dtype)
     structure, wanted = split(made)
     check(graph.file, wanted, recipes)

@@ -48,7 +48,7 @@ class Io:
 def linear(
     walk: Walk, value: str, inputs: int | None, outputs: int | None, *, quantized: bool = True
 ) -> tuple[str, Matrix]:
-    """``value = x @ W.T``: (x, W [outputs, inputs]). None: any width.
+    """Match ``value = x @ W.T``: (x, W [outputs, inputs]). None: any width.
 
     x --> MatMul      = value      <-- W.T [inputs, outputs]
     x --> MatMulNBits = value      <-- packed W, scales, [zero points]
@@ -111,7 +111,7 @@ def _zero_points(
 
 
 def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matrix:
-    """``value = table[ids]``: the table [V, D], in whichever form the graph keeps it.
+    """Match ``value = table[ids]``: the table [V, D], in whichever form the graph keeps it.
 
     table [V, D] ----------------------------------> Gather = value
     head [D, V] (tied) -> Transpose ---------------> Gather = value
@@ -198,7 +198,7 @@ class Norm:
 
 
 def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
-    """``value = norm(x)`` or ``value = norm(x + skip)``.
+    """Match ``value = norm(x)`` or ``value = norm(x + skip)``.
 
     x ---------> SimplifiedLayerNormalization = value
     x, skip ---> SkipSimplifiedLayerNormalization = value, and the sum as fourth output
@@ -220,7 +220,7 @@ def rms_norm(walk: Walk, value: str, width: int | None) -> Norm:
 
 
 def all_equal(walk: Walk, what: str, values: Sequence[T]) -> T:
-    """The one value that all layers have; the module has one description for all of them."""
+    """Return the one value that all layers have; the module has one description for all of them."""
     for i, value in enumerate(values):
         if value != values[0]:
             raise ArtifactError(
@@ -230,7 +230,7 @@ def all_equal(walk: Walk, what: str, values: Sequence[T]) -> T:
 
 
 def unskipped(walk: Walk, norm: Norm) -> str:
-    """The input of a norm to which nothing was added."""
+    """Return the input of a norm to which nothing was added."""
     if norm.skip:
         raise ArtifactError(
             walk.file,
@@ -260,7 +260,7 @@ def split_into(walk: Walk, value: str, sizes: list[int], output: int) -> str:
 
 
 def cast(walk: Walk, value: str, data_type: int | None) -> str:
-    """``value = x`` in another type: x."""
+    """Match ``value = x`` in another type: x."""
     call = walk.expect_op(value, "Cast")
     if data_type is not None and call.attributes["to"] != data_type:
         raise ArtifactError(
@@ -275,7 +275,7 @@ def cast(walk: Walk, value: str, data_type: int | None) -> str:
 def io_input(
     walk: Walk, io: Io, role: str, data_type: int, shape: tuple[int | str | None, ...]
 ) -> str:
-    """The graph input that plays ``role``."""
+    """Return the graph input that plays ``role``."""
     if role not in io.inputs:
         raise ArtifactError(
             walk.file, f"input for {role}", "no name in the configuration", f"inputs.{role}"

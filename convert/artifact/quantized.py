@@ -71,7 +71,7 @@ def values_per_byte(bits: int, *, signed: bool = False, zero: int = 0) -> Array:
 
 
 def unpack_zero_points(packed: Array, blocks: Blocks) -> Array:
-    """Zero points ``[n, count]`` float32 from packed bytes ``[n, zero_bytes]``.
+    """Return zero points ``[n, count]`` float32 from packed bytes ``[n, zero_bytes]``.
 
     Example, 4 bits, three blocks: bytes ``98 07`` hold 8 9 7; the last nibble is padding.
     """
@@ -211,7 +211,7 @@ class Scales:
 
 
 def packed_bytes(tensor: Tensor) -> Array:
-    """The stored bytes of an integer tensor, two 4-bit elements a byte; floats as they are."""
+    """The stored bytes of an integer tensor, two 4-bit elements per byte; floats as they are."""
     return tensor.raw() if tensor.is_nibbles else tensor.read()
 
 

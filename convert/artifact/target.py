@@ -150,7 +150,7 @@ class _TargetReader:
         self.walk.dtype = tensor.data_type
 
     def _unpruned(self, value: str) -> str:
-        """The final norm's rows, of which the head may read a selection."""
+        """Return the final norm's rows, of which the head may read a selection."""
         walk = self.walk
         if walk.op(value) == "Unsqueeze":  # the last row of a dense graph
             call = walk.expect_op(value, "Unsqueeze")
@@ -190,7 +190,7 @@ class _TargetReader:
         self.walk.expect_same("output hidden_states", hidden, name)
 
     def _layers(self, final: Norm) -> tuple[list[_Layer], str]:
-        """All layers, and the value that enters the first."""
+        """Return all layers, and the value that enters the first."""
         count = self.decoder.layers
         count_layers(self.walk, count, "model.decoder")
         layers: list[_Layer] = []
@@ -220,7 +220,7 @@ class _TargetReader:
         return _Layer(mixer, feed, before, post, kind)
 
     def _residual(self, value: str, norm: Norm) -> None:
-        """The residual stream goes on from the sum that ``norm`` normalised."""
+        """Check that the residual stream goes on from the sum that ``norm`` normalised."""
         self.walk.expect_same("the residual stream", value, norm.sum)
 
     def _is_delta_net(self, delta: str) -> bool:
@@ -228,7 +228,7 @@ class _TargetReader:
         return bool(produced) and self.walk.op(produced[0].inputs[0]) == "GatedRMSNorm"
 
     def _taps(self, layers: list[_Layer]) -> tuple[int, ...]:
-        """Layers whose entering residual the auxiliary output concatenates, in its order."""
+        """Return layers whose entering residual the auxiliary output concatenates, in its order."""
         if "aux_hidden_states" not in self.io.outputs:
             return ()
         walk, name = self.walk, self.io.outputs["aux_hidden_states"]
@@ -319,7 +319,7 @@ class _TargetReader:
         return True
 
     def _compare(self, target: TargetConfig) -> None:
-        """The configuration says the same as the graph."""
+        """Check that the configuration agrees with the graph."""
         decoder = self.decoder
 
         def equal(key: str, configured: object, graph: object) -> None:

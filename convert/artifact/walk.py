@@ -36,7 +36,7 @@ class Call:
         return self.inputs[role]
 
     def output(self, index: int) -> str:
-        """Name of an output, empty if there is none."""
+        """Return name of an output, empty if there is none."""
         return self.node.outputs[index] if index < len(self.node.outputs) else ""
 
 
@@ -63,12 +63,12 @@ class Walk:
     # Asking for nodes.
 
     def op(self, value: str) -> str:
-        """Operator that computes ``value``; empty for an input or an initializer."""
+        """Return operator that computes ``value``; empty for an input or an initializer."""
         produced = self.graph.producers.get(value)
         return produced[0].op if produced else ""
 
     def expect_op(self, value: str, *ops: str, output: int = 0) -> Call:
-        """The call that computes ``value`` as its output ``output``.
+        """Return the call that computes ``value`` as its output ``output``.
 
         Args:
           value: a value name.
@@ -159,7 +159,7 @@ class Walk:
                 self._outputs.add(name)
 
     def expect_same(self, where: str, found: str, expected: str) -> None:
-        """Two values that must be one."""
+        """Check that two values are the same."""
         if found != expected:
             raise ArtifactError(self.file, where, f"{found!r} as input", f"{expected!r}")
 
@@ -168,7 +168,7 @@ class Walk:
     def input(
         self, name: str, where: str, data_type: int | None, shape: Sequence[Any] | None = None
     ) -> str:
-        """``name`` as a graph input of a type and a shape.
+        """Return ``name`` as a graph input of a type and a shape.
 
         In ``shape`` an integer must be that number, None any dimension, and a string a dimension
         that is not fixed.
@@ -180,7 +180,7 @@ class Walk:
     def output(
         self, name: str, where: str, data_type: int | None, shape: Sequence[Any] | None = None
     ) -> str:
-        """``name`` as a graph output, as :meth:`input`."""
+        """Return ``name`` as a graph output, as :meth:`input`."""
         self._outputs.add(name)
         self._declared(self.graph.outputs.get(name), "output", name, where, data_type, shape)
         return name
@@ -211,7 +211,7 @@ class Walk:
             self.problems.report(self.file, f"{kind} {name!r}", list(value.shape), wanted)
 
     def constant(self, value: str) -> Array:
-        """A number or small array that stands in the graph."""
+        """Return a number or small array that is stored in the graph."""
         produced = self.graph.producers.get(value)
         if produced is not None and produced[0].op == "Constant" and produced[0].domain == "":
             node = produced[0]
@@ -241,7 +241,7 @@ class Walk:
     def tensor(
         self, name: str, where: str, *, shape: Sequence[int | None], dtypes: Sequence[int]
     ) -> Tensor:
-        """``name`` as an initializer of a shape (None: any size) and one of some types."""
+        """Return ``name`` as an initializer of a shape (None: any size) and one of some types."""
         found = self.graph.initializers.get(name)
         if found is None:
             what = f"{name!r}, which is no initializer" if name else "none"
@@ -270,7 +270,7 @@ class Walk:
         return found
 
     def weight(self, name: str, where: str, shape: Sequence[int | None]) -> Tensor:
-        """An initializer of the body's own float type."""
+        """Return an initializer of the body's float type."""
         dtypes = FLOATS if self.dtype is None else (self.dtype,)
         return self.tensor(name, where, shape=shape, dtypes=tuple(dtypes))
 
@@ -297,6 +297,6 @@ class Walk:
 
 
 def axis_of(call: Call, rank: int) -> int:
-    """The axis attribute, counted from the front."""
+    """Return the axis attribute, counted from the front."""
     axis = call.attributes["axis"]
     return axis + rank if axis < 0 else axis
