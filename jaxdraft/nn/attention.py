@@ -54,11 +54,11 @@ def attend(
 
     Args:
       query: [B, T, N, H], rotated.
-      positions: [B, T] int32, of the queries.
+      positions: [B, T] int32, positions of the queries.
       source: cached keys and values.
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
-      beside: further keys that are in no cache (a drafter's own block).
+      beside: further keys outside the cache (a drafter's own block).
       implementation: "xla", or "pallas" for a kernel where there is one; see
         :mod:`jaxdraft.kernels`.
 
@@ -82,7 +82,7 @@ def attend(
 
 
 class _Form(NamedTuple):
-    """All that is static."""
+    """The static arguments."""
 
     config: AttentionConfig
     causal: bool
@@ -106,9 +106,9 @@ def _softmax(
     """Average the values, weighted by the softmax of the scores.
 
     Args:
-      form: what is static.
+      form: static arguments.
       q: [B, G, share * T, H], scaled queries.
-      positions: [B, T] int32, of the queries.
+      positions: [B, T] int32, positions of the queries.
       keys: the keys and values.
 
     Returns:
@@ -130,7 +130,7 @@ def _softmax(
 def _absorb(
     form: _Form, q: jax.Array, positions: jax.Array, running: _Running, chunk: Chunk
 ) -> _Running:
-    """Take a chunk's keys into the running softmax."""
+    """Add a chunk's keys to the running softmax."""
     maximum, mass, total = running
     scores, seen = _scores(form, q, positions, chunk)
     scores = jnp.where(seen, scores, MASKED)
@@ -147,7 +147,7 @@ def _absorb(
 def _in_passes(
     form: _Form, width: int, q: jax.Array, positions: jax.Array, keys: _Keys
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute :func:`_softmax` from the chunks in use alone, ``width`` of them in a pass."""
+    """Compute :func:`_softmax` from the chunks in use alone, ``width`` per pass."""
 
     def step(index: jax.Array, running: _Running) -> _Running:
         if width == 1:
@@ -219,7 +219,7 @@ def _everything(
     data: Any,
     hidden: Callable[[], _Average],
 ) -> _Average:
-    """Read all chunks as they lie; again with ``hidden`` if what nobody sees is not finite.
+    """Read all chunks in place, and again with ``hidden`` if an unseen value is not finite.
 
     Zero times NaN is NaN, so a hidden value that is not finite shows in an average.
     """
@@ -229,7 +229,7 @@ def _everything(
 
 
 def _average(form: _Form, q: jax.Array, positions: jax.Array, chunk: Chunk) -> _Average:
-    """Compute :func:`_softmax` over one chunk, as XLA turns it into few launches on GPUs."""
+    """Compute :func:`_softmax` over one chunk, in a form that XLA compiles to few GPU launches."""
     batch, _, groups, _, dim = chunk.keys.shape
     keys, values = (
         jnp.swapaxes(x, 1, 2).reshape(batch, 1, groups, -1, dim) for x in (chunk.keys, chunk.values)
@@ -255,25 +255,25 @@ def _join(one: _Average, other: _Average) -> _Average:
 
 
 def _slots(form: _Form, data: Any) -> int:
-    """Slots of one chunk."""
+    """Return the slots of one chunk."""
     chunk = jax.eval_shape(lambda data: form.read(data, jnp.asarray(0, jnp.int32), 1), data)
     return chunk.positions.shape[1] * chunk.positions.shape[2]
 
 
 def reaches(chunks: int, whole: bool) -> list[int]:
-    """Numbers of chunks that one pass may read, ascending, the last of them all.
+    """Return the numbers of chunks that one pass may read, ascending; the last is all of them.
 
     XLA copies the keys and values of a part before it multiplies them, but not those of all
-    chunks where these can be read as they lie. So a part costs three times as much per chunk, and
+    chunks where these can be read in place. So a part costs three times as much per chunk, and
     parts that are more than a third of everything are left out.
 
     Two numbers in every octave, and one chunk more, for a window after a round number of positions.
 
-    Example, 73 chunks that can be read as they lie: 5, 7, 9, 13, 17, 73.
+    Example, 73 chunks that can be read in place: 5, 7, 9, 13, 17, 73.
 
     Args:
-      chunks: of the source.
-      whole: they can be read as they lie.
+      chunks: number of chunks of the source.
+      whole: whether they can be read in place.
     """
     found: list[int] = []
     size = 4
@@ -298,7 +298,7 @@ def _softmax_jvp(
     Every term is a sum over keys. So it takes no running maximum, its transpose is a loop of the
     same kind, and nothing of the size [queries, keys] is kept for that: a chunk's weights are
     computed again. The loop of the value has a dynamic end, which reverse mode does not allow; this
-    one has the length of the capacity and skips what is not in use.
+    one covers the capacity and skips unused chunks.
 
     Source: Dao et al., arXiv:2205.14135, appendix B.4.
     """
@@ -346,7 +346,7 @@ def _softmax_jvp(
 def _read_all(
     form: _Form, indices: jax.Array, data: Any
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Keys and values of all chunks [chunks, B, C, G, S, H], and their positions."""
+    """Return keys and values of all chunks [chunks, B, C, G, S, H], and their positions."""
     chunks = jax.vmap(lambda index: form.read(data, index, 1))(indices)
     return (chunks.keys, chunks.values), chunks.positions
 

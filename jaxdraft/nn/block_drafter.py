@@ -1,4 +1,4 @@
-"""The backbone that DFlash2 and DSpark share: a context path into every layer's keys, and a block.
+"""The backbone that DFlash2 and DSpark share: a context path to every layer's keys, and a block.
 
 Committed rows enter through ``fc`` and ``hidden_norm`` and become keys and values of every layer at
 once, without input norm and without convolution; no query is ever taken from them. The block (the
@@ -112,7 +112,7 @@ class BlockLayer(nnx.Module):
     def _around(
         self, name: str, normed: jax.Array, sublayer: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        """``sublayer`` between the two sides of its convolution, if the layer has one."""
+        """Run ``sublayer`` between the two sides of its convolution, if the layer has one."""
         if self.config.conv is None:
             return sublayer(normed)
         conv: BlockConv = getattr(self, name)
@@ -171,13 +171,13 @@ class BlockBackbone(nnx.Module):
             self.vocabulary = Table(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
 
     def tokens(self, ids: jax.Array) -> jax.Array:
-        """Places in the draft vocabulary [...] -> token ids [...]."""
+        """Map places in the draft vocabulary [...] to token ids [...]."""
         if self.config.draft_vocab_size is None:
             return ids
         return jnp.take(self.vocabulary[...], ids, axis=0, mode="clip")
 
     def places(self, tokens: jax.Array) -> jax.Array:
-        """Token ids [...] -> places in the draft vocabulary [...]; V' for a token outside it.
+        """Map token ids [...] to places in the draft vocabulary [...]; V' for tokens outside it.
 
         Example, vocabulary [2, 5, 9]: tokens [5, 6, 9] have the places [1, 3, 2].
         """
@@ -189,14 +189,14 @@ class BlockBackbone(nnx.Module):
         return jnp.where(there, at, self.config.draft_vocab_size)
 
     def codes(self, table: jax.Array, places: jax.Array) -> jax.Array:
-        """Rows [..., R] of a table of pair scores; zero for a token without one."""
+        """Return rows [..., R] of a table of pair scores; zero for a token without one."""
         whole = self.config.draft_vocab_size is None
         return jnp.take(table, places, axis=0, mode="clip" if whole else "fill", fill_value=0)
 
     def context(
         self, aux: jax.Array, positions: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Keys and values, L x [B, T, G, H] each, of committed rows.
+        """Return keys and values, L x [B, T, G, H] each, of committed rows.
 
         Args:
           aux: [B, T, A], the target's auxiliary states.

@@ -49,7 +49,7 @@ def check(kernels: str | None) -> str:
 
 
 def apply(model: T, kernels: str) -> T:
-    """Return the same model with a choice that :func:`check` gave."""
+    """Return the same model with a choice returned by :func:`check`."""
 
     def choose(part: Any) -> Any:
         return _choose(part, kernels) if isinstance(part, Frozen) else part
@@ -70,7 +70,7 @@ def _choose(frozen: Frozen, kernels: str) -> Frozen:
 
 
 def check_device(device: Any) -> None:
-    """Refuse what kernels are not compiled for, and warn where they are interpreted.
+    """Reject devices without kernels, and warn where kernels are interpreted.
 
     Raises:
       ValueError: the device has no such kernels.

@@ -34,12 +34,12 @@ from jaxdraft.state.recurrent import Capsule, Recurrent
 from jaxdraft.state.ring import Ring
 
 PREFILL_CHUNK = 128
-"""Rows of a prompt that run at once. A fixed batch keeps room for that many scratch rows."""
+"""Rows of a prompt that run at once. A fixed batch has room for as many scratch rows."""
 
 
 @struct.dataclass
 class DecoderState:
-    """Everything a decoder remembers. ``capsules`` holds the rows of the last forward pass."""
+    """The state of a decoder. ``capsules`` holds the rows of the last forward pass."""
 
     pool: PagedPool  # the layers that see everything, in order; its length is the row's
     recurrent: tuple[Recurrent, ...]  # the delta-net layers, in order
@@ -198,7 +198,7 @@ class DecoderTarget:
     def init(self, batch: int, capacity: int) -> DecoderState:
         """An empty state: one page a row with room for ``capacity`` positions and scratch rows.
 
-        Layers with a window keep a ring of pages a row instead, whatever the capacity.
+        Layers with a window keep a ring of pages per row instead, whatever the capacity.
         """
         c = self.config
         a = c.attention
@@ -216,15 +216,15 @@ class DecoderTarget:
     def init_pool(
         self, batch: int, *, pages: int, page_size: int, columns: int, rows: int = PREFILL_CHUNK
     ) -> DecoderState:
-        """An empty state whose rows share a pool; a row owns nothing before :meth:`grow`.
+        """Return an empty state whose rows share a pool; a row owns nothing before :meth:`grow`.
 
         Layers with a window have a pool of their own, which holds ``R`` pages for every row
-        (:func:`jaxdraft.state.budget.window_pages`): a row that is granted its pages of ``pages``
-        always finds those too.
+        (:func:`jaxdraft.state.budget.window_pages`): a row that gets its pages of ``pages``
+        always gets those too.
 
         Args:
           batch: B.
-          pages: P, of the layers that see everything.
+          pages: P, pages of the layers without a window.
           page_size: Z.
           columns: M, pages of the longest row.
           rows: rows that are fed at once.
@@ -258,7 +258,7 @@ class DecoderTarget:
         page_size: int,
         rows: int = PREFILL_CHUNK,
     ) -> Ring | None:
-        """The rings of the layers with a window, if there are such layers."""
+        """Return the rings of the layers with a window, if there are such layers."""
         shape = self.config.sliding
         if shape is None or not self.config.count("sliding"):
             return None
@@ -275,7 +275,7 @@ class DecoderTarget:
         )
 
     def grow(self, state: DecoderState, positions: jax.Array) -> tuple[DecoderState, jax.Array]:
-        """Pages for ``positions`` [B] of every row, or none: see :func:`paged.grow`."""
+        """Give each row pages for ``positions`` [B], or none: see :func:`paged.grow`."""
         pool, granted = state.pool, jnp.ones(positions.shape, bool)
         if pool.keys:  # otherwise no layer sees everything: there is nothing to own
             pool, granted = paged.grow(pool, positions)
@@ -285,7 +285,7 @@ class DecoderTarget:
         return dataclasses.replace(state, pool=pool, sliding=sliding), granted
 
     def release(self, state: DecoderState, rows: jax.Array) -> DecoderState:
-        """The rows where ``rows`` [B] is true give back their pages and start again."""
+        """Release the pages of the rows where ``rows`` [B] is true, and reset those rows."""
         recurrents = tuple(recurrent.reset(m, rows) for m in state.recurrent)
         sliding = None if state.sliding is None else paged.release(state.sliding, rows)
         return DecoderState(paged.release(state.pool, rows), recurrents, sliding=sliding)
@@ -293,9 +293,9 @@ class DecoderTarget:
     def skip(
         self, state: DecoderState, tokens: jax.Array, length: jax.Array
     ) -> DecoderState | None:
-        """Rows whose first ``length`` [B] positions are in their pages already go on behind them.
+        """Continue rows whose first ``length`` [B] positions are already in their pages.
 
-        None if a row remembers more than its pages do: recurrent states, or a window.
+        Returns None if a row has state outside its pages: recurrent states, or a window.
         """
         del tokens
         if state.recurrent or state.sliding is not None:
@@ -303,7 +303,7 @@ class DecoderTarget:
         return dataclasses.replace(state, pool=dataclasses.replace(state.pool, length=length))
 
     def init_recurrent(self, batch: int) -> tuple[Recurrent, ...]:
-        """Zero states of the delta-net layers."""
+        """Return zero states of the delta-net layers."""
         d = self.config.delta_net
         if d is None:
             return ()

@@ -55,11 +55,11 @@ BLOCK = 64
 """Outputs of a block."""
 
 _FEW_ROWS = range(2, 7)
-"""Rows for which blocks are faster. The kernels take five at a time."""
+"""Numbers of rows for which blocks are faster. The kernels process five at a time."""
 
 
 class BlockedLinear(Linear):
-    """A :class:`Linear` that has its weights twice: as they are, and in blocks of 64 outputs.
+    """A :class:`Linear` that keeps its weights twice: plain, and in blocks of 64 outputs.
 
     The blocks are [out / 64, in, 64], and windows of two to six rows read them: a block lies in
     memory in the order in which XLA's CPU kernels multiply a few rows, so nothing is repacked, and
@@ -145,7 +145,7 @@ def _repeat(rows: jax.Array, times: int) -> jax.Array:
 
 
 def fits_blocks(outputs: int) -> bool:
-    """Whether so many outputs divide into blocks."""
+    """Return whether the outputs divide into blocks."""
     return outputs > 0 and outputs % BLOCK == 0
 
 
@@ -198,7 +198,7 @@ def _product(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None)
 
 
 def _product_apart(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
-    """The same, never joined with another product of the same rows.
+    """Compute the product without merging it with another product of the same rows.
 
     XLA's GPU compiler makes one product of several that share their rows, and concatenates their
     weights for it in every call: at 27B, 16 GB per round. Behind the barrier the rows of every
@@ -215,7 +215,7 @@ def _product_apart(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike |
 
 
 def _rows_first(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
-    """The same, computed as [rows, out]."""
+    """Compute the product as [rows, out]."""
     product = lax.dot_general(
         rows,
         weight,
@@ -261,12 +261,12 @@ class PackedLinear(nnx.Module):
 
     Args:
       weight_q: [out, blocks, block * bits / 8] uint8, values packed low bits first. The last block
-        is stored whole; what lies past ``inputs`` is ignored.
+        is stored whole; values past ``inputs`` are ignored.
       scales: [out, blocks], any float dtype.
-      bits: of a value: 2, 4 or 8.
-      block: values that share a scale.
-      inputs: K, the width of the rows that come in.
-      dtype: of the products and of what comes out.
+      bits: bits per value: 2, 4 or 8.
+      block: number of values that share a scale.
+      inputs: K, the width of the input rows.
+      dtype: type of the products and of the result.
 
     Raises:
       ValueError: the arrays do not fit ``bits``, ``block`` and ``inputs``.
@@ -359,7 +359,7 @@ class PackedLinear(nnx.Module):
     def _product_in_turn(
         self, weight_q: jax.Array, scales: jax.Array, planes: jax.Array
     ) -> jax.Array:
-        """The same, no sooner than ``planes`` is known.
+        """Return the matrices, computed no earlier than ``planes``.
 
         Else XLA's scheduler takes the dequantized matrices, which depend on weights alone, out of
         their order, and one program holds those of all layers at once: as many bytes as without
@@ -406,8 +406,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> vectors [..., D].
 
-        Ids outside 0..V-1 give the vector of the nearest id: padding may hold anything, and
-        nothing of a padded row is ever committed.
+        Ids outside 0..V-1 give the vector of the nearest id: padding may hold any value,
+        and a padded row is never committed.
         """
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
 
@@ -421,8 +421,8 @@ class Table(nnx.Variable):
 class Frozen(Generic[M]):
     """A Flax module split once: its arrays are leaves, its structure is static.
 
-    Passing a module itself through ``jit`` costs milliseconds a call in traversal; its plain
-    arrays cost a tenth of one. ``frozen()`` gives the module back, inside the trace.
+    Passing a module itself through ``jit`` costs milliseconds per call in traversal; its plain
+    arrays cost a tenth of one. ``frozen()`` returns the module, inside the trace.
     """
 
     params: Any
@@ -435,7 +435,7 @@ class Frozen(Generic[M]):
         return cls(nnx.to_pure_dict(state), Structure(graphdef))
 
     def __call__(self) -> M:
-        """The module, sharing these arrays."""
+        """Return the module, sharing these arrays."""
         return nnx.merge(self.structure.graphdef, self.params)
 
     def tree_flatten(self) -> tuple[tuple[Any], Structure]:

@@ -245,7 +245,7 @@ DrafterCost = Windowed | Mirrored | Fixed
 
 
 def recurrent_bytes(config: DeltaNetConfig, layers: int, itemsize: int) -> int:
-    """Bytes a row of the delta-net layers' state: float32, its convolution rows as activations."""
+    """Bytes per row of delta-net state: float32, with convolution rows in the activation dtype."""
     state = config.value_heads * config.key_dim * config.value_dim * 4
     conv = (config.conv_width - 1) * config.channels * itemsize
     return layers * (state + conv)
@@ -257,8 +257,8 @@ class Costs:
 
     Attributes:
       weights: bytes of all parameters.
-      target: the target's attention layers that see everything; zero of them: memory does not limit
-        its pages.
+      target: the target's attention layers without a window. With none, memory does not limit its
+        pages.
       sliding: the target's attention layers with a window, if there are any.
       recurrent_row: bytes per row of its delta-net layers.
       drafter: memory cost of the drafter, if there is one.

@@ -1,4 +1,4 @@
-"""Keys and values in pages: an immutable pool, a table a row, and the only functions that write.
+"""Keys and values in pages: an immutable pool, row tables, and the only functions that write.
 
 A pool holds P pages of Z slots for every layer. Row b owns the pages ``table[b, :]``; its position
 p lives in page ``table[b, p // Z]`` at slot ``p % Z``. Positions below ``length[b]`` are committed;
@@ -220,7 +220,7 @@ def owned(pool: Pages) -> jax.Array:
 def grow(pool: AnyPool, positions: jax.Array) -> tuple[AnyPool, jax.Array]:
     """Give every row the pages that ``positions[b]`` positions need, or none.
 
-    Rows are served in order; a row that does not get all it needs takes nothing and blocks nobody.
+    Rows are served in order; a row that cannot get all its pages takes none and blocks no row.
 
     Args:
       pool: the pool.
@@ -307,7 +307,7 @@ def write(
 
 
 def room(positions: int, rows: int) -> int:
-    """Slots a dense pool needs for ``positions`` positions when up to ``rows`` are written at once.
+    """Return the slots of a dense pool for ``positions`` positions and writes of up to ``rows``.
 
     ``dynamic_update_slice`` moves a start that is too late back to where the update fits
     (jax-ml/jax#34257): with this room no start is too late.

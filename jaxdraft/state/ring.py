@@ -36,7 +36,7 @@ from jaxdraft.state.paged import CHUNK, Chunk, Source, Span, hide
 
 @struct.dataclass
 class Ring:
-    """Rings for every layer: one a row for good, or a pool of them that rows take and give back.
+    """Rings for every layer: one fixed ring per row, or a pool that rows take from.
 
     A pool is the same pages behind a table that :func:`admit` fills from a stack, a whole ring at a
     time (or :func:`grow`, page by page), and :func:`jaxdraft.state.paged.release` blanks. Its rules

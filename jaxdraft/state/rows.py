@@ -57,7 +57,7 @@ def take(state: State, where: Layout, rows: jax.Array) -> State:
 
 
 def put(state: State, part: State, where: Layout, rows: jax.Array) -> State:
-    """``part`` becomes the rows ``rows`` [R]; ids past the end are dropped, shared leaves taken."""
+    """Write ``part`` to rows ``rows`` [R] and take its shared leaves; drop ids past the end."""
     leaves, tree = jax.tree.flatten(state)
     new = (
         x.at[rows].set(y, mode="drop") if mine else y
@@ -144,7 +144,7 @@ def copy_pages(state: State, source: jax.Array, to: jax.Array) -> State:
 
 
 def ring_contents(state: Any) -> tuple[jax.Array, ...]:
-    """Keys and values of every ring of a state of one row with its pages: [R, G, Z, H] each."""
+    """Return keys and values of every ring of a one-row state with its pages, [R, G, Z, H] each."""
     rings = [p for p in _found(state) if isinstance(p, Ring)]
     return tuple(
         jnp.take(pages, ring.table[0], axis=0, mode="clip")
