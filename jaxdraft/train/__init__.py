@@ -8,8 +8,8 @@ the step alone:
     step = make_step(frozen, DraftLoss(embedding=embedding, head=head), transform)
     state = fit(step, start(frozen, transform), batches, steps=1000, folder="runs/dflash2")
 
-``batches`` come from :class:`DraftBatches`, over a :class:`FeatureCache` of what the frozen target
-said about its own continuations (:func:`continue_prompts`). A target itself learns from
+``batches`` come from :class:`DraftBatches`, over a :class:`FeatureCache` of the frozen target's
+states for its own continuations (:func:`continue_prompts`). A target itself is trained with
 :func:`language_loss` and :class:`TokenWindows`. Checkpoints and progress bars need the ``train``
 extra. ``experiments/train_family.py`` makes a whole family.
 """

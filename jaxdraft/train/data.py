@@ -111,7 +111,7 @@ def _continue(
 
 @dataclasses.dataclass(frozen=True)
 class FeatureCache:
-    """What a frozen target says about some sequences, on disk, read through memory maps.
+    """States of a frozen target for some sequences, on disk, read through memory maps.
 
     Attributes:
       tokens: [S, T] int32.

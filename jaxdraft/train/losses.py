@@ -1,4 +1,4 @@
-"""What training minimises, and what says beforehand how many drafts will stand."""
+"""Losses for training, and metrics that predict how many drafts will be accepted."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from jaxdraft.train.sequence import decoder_rows, head_logits, mtp_chain
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """``-log softmax(logits)[label]``: [..., V], [...] -> [...] float32."""
+    """Return ``-log softmax(logits)[label]``: [..., V], [...] -> [...] float32."""
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def soft_cross_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
-    """``-sum probs * log softmax(logits)``: [..., V], [..., V] -> [...] float32."""
+    """Return ``-sum probs * log softmax(logits)``: [..., V], [..., V] -> [...] float32."""
     return -jnp.sum(probs * jax.nn.log_softmax(logits, axis=-1), axis=-1)
 
 
 def language_loss(decoder: Decoder, tokens: jax.Array) -> tuple[jax.Array, Metrics]:
-    """Mean nats a token of sequences [B, 1 + T] int32, each row predicting the next."""
+    """Return mean nats per token of sequences [B, 1 + T] int32, and metrics."""
     rows = decoder_rows(decoder, tokens[:, :-1])
     logits = head_logits(rows.hidden, decoder.head_weight)
     nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
@@ -40,7 +40,7 @@ def language_loss(decoder: Decoder, tokens: jax.Array) -> tuple[jax.Array, Metri
 
 @struct.dataclass
 class Continuations:
-    """Sequences with what the target said about them, and where drafts start."""
+    """Sequences with the target's hidden states, and the positions where drafts start."""
 
     tokens: jax.Array  # [B, T] int32
     aux: jax.Array  # [B, T, A], the target's auxiliary states; MTP heads do not read them
@@ -53,14 +53,15 @@ class Continuations:
 class DraftLoss:
     """Loss of a drafter: ``loss(module, batch) -> (loss, metrics)``.
 
-    Draft k weighs ``exp(-k / decay)``. Its terms are
+    Draft k has weight ``exp(-k / decay)``. Its terms are
 
     * the cross entropy of the head's logits, which decide a block drafter's candidates;
     * the cross entropy of the lattice's scores after the true predecessor: among the C candidates
       (DFlash2's selector; a label that is missing takes the last one's place) or over the whole
-      vocabulary (DSpark's Markov head). An MTP head has none, its input is the predecessor;
+      vocabulary (DSpark's Markov head). An MTP head has none, since its input is the
+      predecessor;
     * the total variation between the drafts' distribution and the target's at ``temperature``:
-      what sampled verification rejects. On sampled sequences only.
+      the probability of rejection in sampled verification. Only for sampled sequences.
 
     A drafter with a draft vocabulary learns from labels in it; the others have weight zero, and the
     target's probabilities are those among its tokens.
@@ -69,15 +70,15 @@ class DraftLoss:
     share ``soft`` of both cross entropies is taken against the target's probabilities themselves.
 
     Attributes:
-      embedding: [V, D], the target's.
-      head: [V, D], the target's.
-      decay: drafts over which the weight falls by e.
-      head_weight: of the first term.
-      pair_weight: of the second.
-      variation_weight: of the third.
-      temperature: of the sampled sequences.
-      soft: see above.
-      links: drafts of an MTP head; a block drafter has its own number.
+      embedding: [V, D], the target's embedding.
+      head: [V, D], the target's head.
+      decay: number of drafts over which the weight falls by a factor of e.
+      head_weight: weight of the first term.
+      pair_weight: weight of the second term.
+      variation_weight: weight of the third term.
+      temperature: temperature of the sampled sequences.
+      soft: share of the target's probabilities in both cross entropies, see above.
+      links: number of drafts of an MTP head; a block drafter has its own number.
     """
 
     embedding: jax.Array
@@ -93,11 +94,11 @@ class DraftLoss:
     def __call__(
         self, module: BlockBackbone | Mtp, batch: Continuations
     ) -> tuple[jax.Array, Metrics]:
-        """Loss [] and metrics, see :func:`acceptance`."""
+        """Return the loss [] and metrics, see :func:`acceptance`."""
         return self.chain(module, batch) if isinstance(module, Mtp) else self.block(module, batch)
 
     def block(self, backbone: BlockBackbone, batch: Continuations) -> tuple[jax.Array, Metrics]:
-        """Of a block drafter."""
+        """Return the loss and metrics of a block drafter."""
         config = backbone.config
         drafts = config.draft_tokens
         features = block_features(
@@ -154,7 +155,7 @@ class DraftLoss:
         }
 
     def chain(self, mtp: Mtp, batch: Continuations) -> tuple[jax.Array, Metrics]:
-        """Of an MTP head, from every row: link 0 of row ``anchor - 1`` is the first draft."""
+        """Return loss and metrics of an MTP head; link 0 at ``anchor - 1`` is the first draft."""
         rows = mtp_chain(mtp, self.embedding, batch.hidden, batch.tokens, self.links)
         rows = jnp.stack(rows, axis=2)  # [B, T, K, D]
         features = jnp.take_along_axis(rows, (batch.anchors - 1)[..., None, None], axis=1)
@@ -174,13 +175,13 @@ class DraftLoss:
 
     @staticmethod
     def _teacher(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        """The target's logits [B, n, K, V]."""
+        """Return the target's logits [B, n, K, V]."""
         return lax.stop_gradient(head_logits(hidden, head))
 
     def _mixed(
         self, logits: jax.Array, labels: jax.Array, teacher: jax.Array, greedy: jax.Array
     ) -> jax.Array:
-        """Cross entropy [B, n, K] with labels, and with the target's probabilities."""
+        """Return cross entropy [B, n, K], mixed from labels and the target's probabilities."""
         hard = cross_entropy(logits, labels)
         if not self.soft:
             return hard
@@ -189,12 +190,12 @@ class DraftLoss:
         return (1.0 - share) * hard + share * soft
 
     def _overlap(self, scores: jax.Array, teacher: jax.Array, full: jax.Array) -> jax.Array:
-        """``sum min(p, q)`` at the temperature: the chance that a sampled draft stands.
+        """Return ``sum min(p, q)``, the probability that a sampled draft is accepted.
 
         Args:
-          scores: [B, n, K, C] of the drafts that can be drawn.
+          scores: [B, n, K, C], scores of the drafts that can be drawn.
           teacher: [B, n, K, C], the target's logits of the same tokens.
-          full: [B, n, K, V], of all tokens.
+          full: [B, n, K, V], the target's logits of all tokens.
         """
         mass = jax.nn.logsumexp(full / self.temperature, axis=-1, keepdims=True)
         p = jnp.exp(teacher / self.temperature - mass)
@@ -203,11 +204,11 @@ class DraftLoss:
 
     @staticmethod
     def _sampled(batch: Continuations, values: jax.Array) -> jax.Array:
-        """Zero on greedy sequences."""
+        """Return the values, set to zero on greedy sequences."""
         return jnp.where(batch.greedy[:, None, None], 0.0, values)
 
     def _weighted(self, values: jax.Array, known: jax.Array | None = None) -> jax.Array:
-        """Weighted mean of [B, n, K] over drafts, plain over blocks; zero where not ``known``."""
+        """Return the mean of [B, n, K], weighted over drafts; zero where not ``known``."""
         weight = jnp.exp(-jnp.arange(values.shape[-1], dtype=jnp.float32) / self.decay)
         if known is not None:
             values = jnp.where(known, values, 0.0)
@@ -215,17 +216,17 @@ class DraftLoss:
 
 
 def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metrics:
-    """What a training batch says about drafting.
+    """Return acceptance metrics of a training batch.
 
-    Each draft is judged after its true predecessors, as one that is reached is. So the share of
-    blocks whose drafts 0..k all stand is ``survival`` [K], its neighbours' ratio the conditional
-    acceptance by position, and ``tokens``, one more than its sum, the tokens a round emits from an
-    anchor anywhere in the sequences.
+    Each draft is evaluated after its true predecessors, like a draft that a round reaches.
+    ``survival`` [K] is the share of blocks whose drafts 0..k are all accepted. The ratio of its
+    neighbours is the conditional acceptance by position. ``tokens``, its sum plus one, is the
+    number of tokens that a round emits from an anchor anywhere in the sequences.
 
     Args:
-      greedy: [B] bool.
-      right: [B, n, K] bool, the draft is the label; counts on greedy sequences.
-      overlap: [B, n, K], the chance that a sampled draft stands; counts on the others.
+      greedy: [B] bool, True for sequences continued greedily.
+      right: [B, n, K] bool, True if the draft is the label; used on greedy sequences.
+      overlap: [B, n, K], probability that a sampled draft is accepted; used on the others.
 
     Returns:
       ``greedy_survival`` and ``sampled_survival`` [K], ``greedy_tokens`` and ``sampled_tokens`` [];
@@ -243,5 +244,5 @@ def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metri
 
 
 def _best(scores: jax.Array) -> jax.Array:
-    """Index [..., 1] of the best score; ties go to the lowest."""
+    """Return the index [..., 1] of the best score; the lowest index wins ties."""
     return jnp.argmax(scores, axis=-1, keepdims=True)

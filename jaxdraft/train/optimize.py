@@ -1,4 +1,4 @@
-"""Parameters, optimizer and step: what every training run here shares."""
+"""Parameters, optimizer and step, shared by all training runs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def make_step(
 
     Args:
       frozen: the module's structure; its arrays come from the state.
-      loss: what to minimise.
+      loss: function to minimise.
       transform: from :func:`optimizer`, or any other of optax.
       rounding: parameters -> what the loss sees in their place, such as
         :func:`jaxdraft.train.rounding.round_to_int4`. Gradients pass it as if it were not there

@@ -1,7 +1,7 @@
-"""Forward passes over whole sequences, differentiable: what training runs.
+"""Differentiable forward passes over whole sequences, for training.
 
-They use the modules that draft and verify, weight for weight. Only what surrounds a sequence is
-different: no cache, no committed length, every row of a sequence at once.
+They use the same modules and weights as drafting and verification. Only the surroundings of a
+sequence differ: no cache, no committed length, every row of a sequence at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state.recurrent import Capsule, Recurrent, commit
 
 CHUNK = 32
-"""Rows of the delta rule that are solved as one triangular system."""
+"""Number of rows of the delta rule that are solved as one triangular system."""
 
 
 class DecoderRows(NamedTuple):
-    """What a target says about every row of some sequences."""
+    """Hidden states of a target for every row of some sequences."""
 
     aux: jax.Array | None  # [B, T, A]
     hidden: jax.Array  # [B, T, D], after the final norm
@@ -60,7 +60,7 @@ def decoder_rows(decoder: Decoder, tokens: jax.Array) -> DecoderRows:
 
 
 def head_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Rows [..., D] after the final norm -> logits [..., V] float32."""
+    """Return logits [..., V] float32 for rows [..., D] after the final norm."""
     return matmul(hidden, head, out_dtype=jnp.float32)
 
 
@@ -105,7 +105,7 @@ def causal_attention(
 
 
 def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.Array:
-    """A delta-net layer over whole sequences: [B, T, D] -> [B, T, D].
+    """Run a delta-net layer over whole sequences: [B, T, D] -> [B, T, D].
 
     The projections see all rows at once; the recurrence goes chunk by chunk, each a verify pass
     whose rows are all committed.
@@ -144,19 +144,19 @@ def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.
 def mtp_chain(
     mtp: Mtp, embedding: jax.Array, hidden: jax.Array, tokens: jax.Array, links: int
 ) -> list[jax.Array]:
-    """The head chained ``links`` times from every row of a sequence, with the true tokens fed in.
+    """Chain the head ``links`` times from every row of a sequence, fed with the true tokens.
 
     Link j of row p reads the row of the link before (link 0: the target's own hidden row) and token
-    p + 1 + j, stands at position p + j, and predicts token p + 2 + j. It attends to what the
-    drafter's cache and scratch would hold: link 0 of rows up to p, then its own chain.
+    p + 1 + j, has position p + j, and predicts token p + 2 + j. It attends to the same rows as in
+    the drafter's cache and scratch: link 0 of rows up to p, then its own chain.
 
     Args:
       mtp: the head.
       embedding: [V, D], the target's.
       hidden: [B, T, D], the target's rows after its final norm.
-      tokens: [B, T] int32. Past the end it reads token 0: links that would need those tokens, at
-        the last rows, mean nothing.
-      links: how often it is applied.
+      tokens: [B, T] int32. Past the end it reads token 0: the results of
+        links that need those tokens, at the last rows, are meaningless.
+      links: number of times the head is applied.
 
     Returns:
       For each link the final-normed rows [B, T, D], which the target's head reads.
@@ -190,7 +190,7 @@ def _chain_attention(
     """Causal attention to the first link's keys, and to the same row's keys of the later ones.
 
     Args:
-      query: [B, T, N, H], of the last link.
+      query: [B, T, N, H], query of the last link.
       keys: for each link so far [B, T, G, H].
       values: likewise.
       config: heads, scale.
