@@ -107,7 +107,7 @@ class MoeConfig:
 
     Attributes:
       experts: number of experts E.
-      active: experts a token is sent to; their weights are a softmax over E, the best ``active``
+      active: number of experts per token; their weights are a softmax over E, the best ``active``
         kept and renormalised.
       hidden: inner channels of one expert.
       shared_hidden: inner channels of the shared expert, which a sigmoid gate scales; 0 for none.

@@ -1,28 +1,28 @@
-"""The calls to targets and drafters, with checks of what they return.
+"""Calls to targets and drafters, with checks of their results.
 
-A mistake in a drafter may cost acceptance or raise; it may not change the output. What is known
-when a program is traced (members, shapes, types) raises ``ValueError`` then. What is known only
-when the program runs is handled by :func:`sanitize`, in one place for ``generate``, ``stream`` and
+A mistake in a drafter may cost acceptance or raise; it may not change the output. Mistakes visible
+when a program is traced (members, shapes, types) raise ``ValueError`` then. Mistakes visible only
+when the program runs are handled by :func:`sanitize`, in one place for ``generate``, ``stream`` and
 the engine.
 
-Why the output stays as it would be without drafts:
+Reasons that the output stays the same as without drafts:
 
 * *Greedy.* A draft is accepted only if it equals the target's best token, whatever was proposed.
 * *Sampled, without a support.* A draft counts as proposed with probability one. Given any draft x,
-  accepting it with p(x) and otherwise drawing from p without x emits exactly p, so it does not
-  matter how x came about, nor whether it is used because of what it is.
+  accepting it with p(x) and otherwise drawing from p without x emits exactly p, so the
+  origin of x does not matter, nor does a choice to use it that depends on x itself.
 * *Sampled, with a support.* Acceptance by min(1, p(x) / q(x)) is right if x was drawn from q. So a
   step is used only if its q is a distribution over the vocabulary and gives x a positive
   probability. Otherwise the proposal ends before the step, whose token is then drawn from p itself.
-  The steps before it are judged as they would be.
+  The steps before it are verified as usual.
 
 The cut is at the step, never at the whole row. Example: the second draft is broken whenever the
-first is token 0. Were the row left without drafts then, the first draft would never be seen to be
-0, and 0 would be emitted too rarely.
+first is token 0. If the whole row were left without drafts in that case, a first draft 0 would
+never be accepted, and 0 would be emitted too rarely.
 
 One mistake cannot be recognised in one proposal: a valid support that drafts were not drawn from,
-or a length that depends on the tokens drawn. A drafter that cannot say what its drafts were drawn
-from leaves ``support`` out.
+or a length that depends on the tokens drawn. A drafter without exact distributions for its drafts
+must leave ``support`` out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from jaxdraft.base import (
 )
 
 TOLERANCE = 1e-4
-"""How far the probabilities of a support may sum from one: rounding in float32, no more."""
+"""Tolerance for the sum of a support's probabilities: only float32 rounding."""
 
 _TARGET = ("vocab_size", "context_length", "init", "forward", "commit")
 _DRAFTER = ("draft_tokens", "init", "ingest", "propose", "step")
@@ -103,13 +103,13 @@ def _check_size(what: str, value: Any, low: int) -> None:
 def forward(
     target: Target, tokens: jax.Array, count: jax.Array, state: Any, row: jax.Array | None = None
 ) -> TargetOutput:
-    """Call :meth:`jaxdraft.base.Target.forward` and check the form of what it returns.
+    """Call :meth:`jaxdraft.base.Target.forward` and check the form of its result.
 
     Args:
       target: the target.
       tokens: [B, T] int32.
       count: [B] int32.
-      state: its state.
+      state: state of the target.
       row: [B] int32: the only row of which logits are needed.
 
     Raises:
@@ -134,15 +134,15 @@ def forward(
 
 
 def check_logits(target: Target, logits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return what a target's head returned, if its form is right.
+    """Check the form of the logits from a target's head and return them.
 
     Args:
       target: the target.
-      logits: what its head returned.
-      shape: the shape that it must have.
+      logits: result of the head.
+      shape: required shape.
 
     Raises:
-      ValueError: the logits are no float32 array of this shape.
+      ValueError: the logits are not a float32 array of this shape.
     """
     _check(f"{type(target).__name__}.head", "logits", logits, shape, jnp.float32)
     return logits
@@ -212,18 +212,18 @@ def sanitize(
 ) -> tuple[Proposal, DraftInfo]:
     """End every row's proposal before the first draft that must not be verified.
 
-    A row gets at most ``feed.limit`` drafts, and none if it wants none. Beyond that a draft is
+    A row gets at most ``feed.limit`` drafts, and none if it requests none. Also, a draft is
     broken if it is not a token, or if drafts are drawn and its support is not a distribution over
     tokens that gives it a positive probability; so is a length that is not in 0..K. Rows with a
-    broken draft or length get the reason ``NoDraft.INVALID``. The module's docstring says why this
-    keeps the distribution.
+    broken draft or length get the reason ``NoDraft.INVALID``. The module docstring explains why
+    this keeps the distribution.
 
-    Example, V = 9, three drafts wanted: tokens ``4 -1 7`` and length 3 become ``4 . .``, length 1.
+    Example, V = 9, limit 3: tokens ``4 -1 7`` and length 3 become ``4 . .``, length 1.
 
     Args:
       proposal: from :func:`propose`.
       info: from :func:`propose`.
-      feed: the feed that the drafter was asked with.
+      feed: feed of that call.
       vocab_size: V.
 
     Returns:
@@ -255,7 +255,7 @@ def sanitize(
 
 
 def _drawn(tokens: jax.Array, support: Support, inside: jax.Array) -> jax.Array:
-    """Whether each step's support is a distribution that its draft can come from, [B, K].
+    """Return whether each step's support is a distribution that its draft can come from, [B, K].
 
     Entries of probability zero may hold any token.
     """
@@ -267,28 +267,28 @@ def _drawn(tokens: jax.Array, support: Support, inside: jax.Array) -> jax.Array:
 
 
 def _as_tokens(values: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Integers of any type as int32, and which of them are tokens; the others become NO_TOKEN."""
+    """Return integers as int32, with NO_TOKEN for non-tokens, and whether each is a token."""
     values = _wide(values)
     inside = (values >= 0) & (values < vocab_size)
     return jnp.where(inside, values, NO_TOKEN).astype(jnp.int32), inside
 
 
 def _wide(values: jax.Array) -> jax.Array:
-    """Integers in a type that can be compared with K and V."""
+    """Return integers in a type that can be compared with K and V."""
     return values.astype(jnp.int32) if values.dtype.itemsize < 4 else values
 
 
 def needed(drafter: Any, name: str, value: jax.Array | None, width: int | None) -> jax.Array:
-    """A member of a feed that a drafter reads.
+    """Return a member of a feed for a drafter that needs it.
 
     Args:
       drafter: the drafter.
       name: "aux", "hidden" or "tokens", as in :class:`jaxdraft.base.Feed`.
       value: that member.
-      width: the size of its last axis. None: it is [B, T].
+      width: size of its last axis. None: it is [B, T].
 
     Raises:
-      ValueError: the target gives none, or one of another width.
+      ValueError: the target does not provide the member, or with another width.
     """
     reader = type(drafter).__name__
     if value is None:
@@ -318,14 +318,14 @@ def _check(where: str, name: str, value: Any, shape: tuple[int | None, ...], dty
 
 
 def _form(value: Any) -> str:
-    """Type and shape of a value in words."""
+    """Return the type and shape of a value as text."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} [{', '.join(map(str, value.shape))}]"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
 
 
 def _same_form(where: str, before: Any, after: Any) -> Any:
-    """``after``, whose leaves have the shapes and types of those of ``before``."""
+    """Return ``after`` if its leaves have the shapes and types of those of ``before``."""
     old, new = (jax.tree.flatten_with_path(x) for x in (before, after))
     if old[1] != new[1]:
         raise ValueError(f"{where} returned a state of structure {new[1]}; expected {old[1]}")

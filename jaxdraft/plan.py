@@ -36,10 +36,10 @@ from jaxdraft.state.budget import (
 )
 
 PAGE_SIZE = 256
-"""Slots of a page where nothing else is said: the model builder's default."""
+"""Default number of slots of a page, as in the model builder."""
 
 MAX_BATCH = 8
-"""Rows where nothing else is said."""
+"""Default number of rows."""
 
 
 def plan(
@@ -52,10 +52,10 @@ def plan(
     page_size: int | None = None,
     drafter: str | Path | None = None,
 ) -> Plan:
-    """What fits in a memory, and why.
+    """Compute what fits in a memory, with every term of the calculation.
 
-    Example: ``jaxdraft.plan("folder", memory="12GiB", max_batch=4).pages``; ``.lines()`` says it in
-    words.
+    Example: ``jaxdraft.plan("folder", memory="12GiB", max_batch=4).pages``; ``.lines()`` describes
+    it as text.
 
     Args:
       model: a loaded model, or the folder of an artifact or a checkpoint, of which only headers are
@@ -65,16 +65,16 @@ def plan(
       max_batch: rows that can be active. Default: the artifact's, else 8.
       context: positions of the longest sequence. Default: the model's context.
       page_size: Z. Default: the artifact's, else 256.
-      drafter: which drafter of a checkpoint, as in :func:`jaxdraft.load`.
+      drafter: drafter of a checkpoint, as in :func:`jaxdraft.load`.
 
     Returns:
-      Every term, the pages, tokens, and rows at full context. The arithmetic is exact; what is
-      billed is in :mod:`jaxdraft.state.budget`.
+      Every term, the pages, tokens, and rows at full context. The arithmetic is exact;
+      :mod:`jaxdraft.state.budget` lists the items.
 
     Raises:
-      ValueError: as :func:`jaxdraft.state.budget.divide`; a context that the model does not have;
-        a folder that would not load; a target that is not a decoder of this package; a drafter that
-        is not there, or where there is none to choose.
+      ValueError: as for :func:`jaxdraft.state.budget.divide`; a context that the model does not
+        have; a folder that would not load; a target that is not a decoder of this package; a
+        drafter that is not there, or where there is none to choose.
       FileNotFoundError: there is no such folder.
     """
     if isinstance(model, Model):
@@ -109,13 +109,13 @@ def check_batch(
 ) -> int:
     """Refuse a fixed batch that does not fit: weights, and the states that ``init`` would allocate.
 
-    Works for any target and drafter, since it asks their ``init`` for shapes.
+    It works for any target and drafter, since only the shapes of ``init`` are used.
 
     Args:
       target: the target.
       drafter: the drafter.
       batch: rows.
-      capacity: positions each, as given to ``init``.
+      capacity: positions per row, as given to ``init``.
       memory: bytes, or a string like ``"12GiB"``.
 
     Returns:
@@ -142,9 +142,9 @@ def check_batch(
 
 
 def weight_bytes(*parts: Any) -> int:
-    """Bytes of all arrays in ``parts``, those that are shared counted once.
+    """Return the bytes of all arrays in ``parts``, counting shared arrays once.
 
-    Sharing is seen by identity, so under ``jit`` an array that was passed twice counts twice.
+    Sharing is detected by identity, so under ``jit`` an array that was passed twice counts twice.
     """
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(parts)}
     arrays = (leaf for leaf in leaves.values() if hasattr(leaf, "dtype"))  # settings are numbers
@@ -152,9 +152,9 @@ def weight_bytes(*parts: Any) -> int:
 
 
 def model_costs(model: Model, max_batch: int, context: int) -> Costs:
-    """What a loaded model costs.
+    """Return the memory costs of a loaded model.
 
-    A drafter of your own is billed with what its ``init(max_batch, context)`` would allocate.
+    Your own drafter costs the size of what its ``init(max_batch, context)`` would allocate.
 
     Raises:
       ValueError: the target has no :class:`jaxdraft.config.TargetConfig`.
@@ -176,13 +176,13 @@ def model_costs(model: Model, max_batch: int, context: int) -> Costs:
 def target_costs(
     config: TargetConfig, itemsize: int, *, weights: int, drafter: DrafterCost | None = None
 ) -> Costs:
-    """What a decoder costs.
+    """Return the memory costs of a decoder.
 
     Args:
       config: the target.
       itemsize: bytes of one number of its activations, keys and values.
       weights: bytes of all parameters, the drafter's included.
-      drafter: from :func:`drafter_cost`.
+      drafter: cost from :func:`drafter_cost`.
     """
     d, s = config.delta_net, config.sliding
 
@@ -207,13 +207,13 @@ def target_costs(
 
 
 def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
-    """Bytes of ``part.init(batch, capacity)``, which is not run."""
+    """Return the bytes of ``part.init(batch, capacity)`` without running it."""
     state = jax.eval_shape(lambda: part.init(batch, capacity))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[str, Any]]:
-    """Costs of an artifact or a checkpoint at its own dtypes, and its own defaults."""
+    """Return the costs of an artifact or a checkpoint at its own dtypes, and its defaults."""
     report = inspect(folder, named)
     target, drafter = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):

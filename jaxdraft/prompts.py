@@ -1,7 +1,7 @@
-"""Arguments in all the forms that callers have them, brought to arrays and checked on the host.
+"""Conversion of arguments of all accepted forms to arrays, and checks on the host.
 
-An argument that is *traced* (by ``jit``, ``vmap``, ``grad`` and the like) has no values yet: its
-shape and its type are checked, and the rest is taken as it comes.
+An argument that is *traced* (by ``jit``, ``vmap``, ``grad`` and the like) has no values yet: only
+its shape and its type are checked.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _INT32_MAX = 2**31 - 1
 
 
 def traced(*values: Any) -> bool:
-    """Whether anything in these pytrees is traced."""
+    """Return whether anything in these pytrees is traced."""
     kinds = set(map(type, jax.tree.leaves(values)))  # a prompt may be thousands of integers
     return any(issubclass(kind, jax.core.Tracer) for kind in kinds)
 
 
 def check_static(**arguments: Any) -> None:
-    """Refuse traced arguments that decide about shapes.
+    """Refuse traced arguments that determine shapes.
 
     Raises:
-      ValueError: one is traced.
+      ValueError: an argument is traced.
     """
     for name, value in arguments.items():
         if traced(value):
@@ -44,10 +44,10 @@ def check_static(**arguments: Any) -> None:
 
 
 def check_concrete(*values: Any) -> None:
-    """Refuse what is traced, where rounds run from Python.
+    """Refuse traced values where rounds run from Python.
 
     Raises:
-      ValueError: something is.
+      ValueError: a value is traced.
     """
     if traced(*values):
         raise ValueError(
@@ -57,11 +57,11 @@ def check_concrete(*values: Any) -> None:
 
 
 def check_varying(*values: Any) -> None:
-    """Refuse arrays whose types say over which axes of a mesh they vary.
+    """Refuse arrays whose types record mesh axes over which they vary.
 
     Raises:
-      ValueError: one does: a state begins as constants, which vary over no axis, and a loop must
-        not change the type of what it carries.
+      ValueError: an array has such a type: a state begins as constants, which vary over no axis,
+        and a loop must not change the type of what it carries.
     """
     if not traced(*values):
         return
@@ -75,24 +75,24 @@ def check_varying(*values: Any) -> None:
 
 
 def _axes(kind: Any) -> Any:
-    """The axes of a mesh over which values of a type vary; later versions of JAX rename them."""
+    """Return the axes of a mesh over which a type varies; later versions of JAX rename them."""
     return getattr(kind, "vma", ()) or getattr(getattr(kind, "mat", None), "varying", ())
 
 
 def host(value: Any) -> Any:
-    """A NumPy array of what is not traced, fetched from its device in an explicit transfer."""
+    """Return an untraced value as a NumPy array, with an explicit transfer from its device."""
     listed = value[:1] if isinstance(value, list | tuple) else [value]
     fetched = any(isinstance(one, jax.Array) for one in listed)
     return np.asarray(jax.device_get(value) if fetched else value)
 
 
 def arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
-    """Prompts as ids [B, P] and lengths [B], int32; checked, and in NumPy, unless traced.
+    """Return prompts as ids [B, P] and lengths [B], int32; checked and in NumPy unless traced.
 
     Args:
       model: the model.
       prompts: as in :func:`jaxdraft.generate`.
-      lengths: [B], with an array [B, P].
+      lengths: [B], only for an array [B, P].
 
     Raises:
       ValueError: as :func:`check_ids`, or shapes that do not fit each other.
@@ -154,7 +154,7 @@ def _is_id(value: Any) -> bool:
 
 
 def encode(model: Model, prompt: str) -> list[int]:
-    """The ids of a prompt.
+    """Return the ids of a prompt.
 
     Raises:
       ValueError: the model has no tokenizer.
@@ -174,10 +174,11 @@ def _check_row(number: int, row: Any) -> None:
 
 
 def check_ids(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one array [B, P] int32, filled up with zeros, and their lengths [B] int32.
+    """Return prompts as one array [B, P] int32, padded with zeros, and lengths [B] int32.
 
     Raises:
-      ValueError: a prompt that is empty or no row of integers, or an id outside the vocabulary.
+      ValueError: a prompt that is empty or no sequence of integers, or an id outside the
+        vocabulary.
     """
     vocab = model.target.vocab_size
     for number, row in enumerate(rows):
@@ -195,10 +196,10 @@ def check_ids(model: Model, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndar
 
 
 def one_prompt(model: Model, prompt: str | Sequence[int] | np.ndarray | jax.Array) -> list[int]:
-    """The ids of one prompt, a string or ids.
+    """Return the ids of one prompt, a string or ids.
 
     Raises:
-      ValueError: as :func:`check_ids`, or it is traced.
+      ValueError: as for :func:`check_ids`, or the prompt is traced.
     """
     if isinstance(prompt, str):
         return encode(model, prompt)
@@ -210,7 +211,7 @@ def one_prompt(model: Model, prompt: str | Sequence[int] | np.ndarray | jax.Arra
 
 
 def per_row(name: str, value: Any, batch: int, *, low: int) -> Any:
-    """One integer, or one per row, as [B] int32; in NumPy and checked, unless traced.
+    """Return one integer, or one per row, as [B] int32; in NumPy and checked, unless traced.
 
     Raises:
       ValueError: another type or shape, or a number below ``low``.
@@ -226,12 +227,12 @@ def per_row(name: str, value: Any, batch: int, *, low: int) -> Any:
 
 
 def stop_rows(stops: Any, vocab_size: int, batch: int) -> Any:
-    """Stop ids for every row, [B, S] int32; in NumPy and checked, unless traced.
+    """Return stop ids for every row, [B, S] int32; in NumPy and checked, unless traced.
 
     S is a power of two, at least 4, so that a few more or fewer stops compile nothing.
 
     Raises:
-      ValueError: a stop id outside the vocabulary, or no row of integers.
+      ValueError: a stop id outside the vocabulary, or not a sequence of integers.
     """
     if traced(stops):
         given = jnp.asarray(stops)
@@ -252,11 +253,11 @@ def stop_rows(stops: Any, vocab_size: int, batch: int) -> Any:
 
 
 def bucket_of(size: int) -> int:
-    """The next power of two, at least 16: sizes of buffers, so that few programs exist."""
+    """Return the next power of two, at least 16: few buffer sizes mean few programs."""
     return power_of_two(size, least=_MIN_BUCKET)
 
 
 def pad(ids: Any, size: int) -> Any:
-    """Rows [B, P] with zeros up to ``size`` columns."""
+    """Pad rows [B, P] with zeros to ``size`` columns."""
     width = ((0, 0), (0, size - ids.shape[1]))
     return np.pad(ids, width) if isinstance(ids, np.ndarray) else jnp.pad(ids, width)

@@ -9,20 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 _GROUP = 64
-"""Logits that :func:`best_token` looks at together."""
+"""Size of the groups of logits in :func:`best_token`."""
 
 _MANY = 4096
-"""Logits from which on it does."""
+"""Smallest vocabulary that is searched in groups or lines."""
 
 _FEW = 16
-"""Largest scores that XLA's GPU compiler finds without a sort."""
+"""Maximum count of largest scores that XLA's GPU compiler finds without a sort."""
 
 _LINE = 32
-"""Scores of which :func:`_best_places` keeps all or none."""
+"""Size of the lines of scores that :func:`_best_places` keeps or drops as a whole."""
 
 
 def best_token(logits: jax.Array) -> jax.Array:
-    """``argmax`` of [..., V]: [...] int32. Ties go to the lowest id, a NaN counts as infinity.
+    """Return the ``argmax`` of [..., V]: [...] int32.
+
+    Ties go to the lowest id, a NaN counts as infinity.
 
     XLA's CPU backend finds an index number by number, and a maximum on vectors: with 8 rows of
     49,152 logits the best group first, then the best within it, takes a tenth of the time of one
@@ -47,14 +49,15 @@ def best_token(logits: jax.Array) -> jax.Array:
 
 
 def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The ``count`` largest of [..., X], best first, and where they are: [..., count] each.
+    """Return the ``count`` largest of [..., X], best first, and their places: [..., count] each.
 
     Ties go to the lowest place, and a NaN counts as more than infinity. Elsewhere than on CPUs no
     more than a few thousand scores are ever sorted, whatever X is: see :func:`_best_places`.
 
-    The barriers keep XLA from merging a slice of the results into the top-k. It would no longer see
-    that only ``count`` entries are wanted, and would sort all of them. One barrier per result: over
-    both at once XLA ends the process when the scores lie on several devices.
+    The barriers keep XLA from merging a slice of the results into the top-k. Otherwise it
+    would not recognise that only ``count`` entries are needed, and would sort all of them. One
+    barrier per result: over both at once XLA ends the process when the scores lie on several
+    devices.
 
     Args:
       scores: [..., X].
@@ -74,7 +77,7 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_lines(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Find the same with sorts of a few thousand numbers."""
+    """Do the same as :func:`largest_first` with sorts of a few thousand numbers."""
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32)  # one zero
     high = jnp.uint32(0x80000000)
     order = jnp.where(bits & high, ~bits, bits | high)  # integers in the order of the scores
@@ -84,10 +87,10 @@ def _in_lines(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_places(order: jax.Array, count: int) -> jax.Array:
-    """Places [..., count] of the largest of [..., X] uint32, among lines of 32.
+    """Return places [..., count] of the largest of [..., X] uint32, by lines of 32.
 
-    Only the ``count`` lines whose largest are the largest matter: each of them has a number that
-    comes before all those of the other lines.
+    Only the ``count`` lines with the largest maxima matter: the maximum of each of them comes
+    before all numbers of the other lines.
 
     Example, the two largest of lines of 2, [1 5 | 4 2 | 3 6]: the lines' largest are [5 4 6], so
     the first and the last line have both, 5 and 6.
@@ -106,5 +109,5 @@ def _best_places(order: jax.Array, count: int) -> jax.Array:
 
 
 def _sorted(order: jax.Array, places: jax.Array, count: int) -> jax.Array:
-    """Places of the ``count`` largest, the lowest first among equal ones."""
+    """Return places of the ``count`` largest; among equal ones the lowest place comes first."""
     return lax.sort((~order, places), num_keys=2)[1][..., :count]

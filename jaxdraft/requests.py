@@ -17,10 +17,10 @@ from jaxdraft.sampling import Sampling, SamplingRules
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """Options as callers give them; see :func:`jaxdraft.generate`.
+    """Options in the caller's form; see :func:`jaxdraft.generate`.
 
     Attributes:
-      row: the number of the first row, among those that draw from one key.
+      row: number of the first row, among the rows that draw from one key.
     """
 
     max_new_tokens: Any = 128
@@ -51,7 +51,7 @@ class Checked:
 def check(
     model: Model, options: Options, lengths: Any, *, draft_tokens: int, engine: int | None = None
 ) -> Checked:
-    """Return the options as a round reads them.
+    """Return the options in the form for a round.
 
     Args:
       model: the model.
@@ -61,7 +61,7 @@ def check(
       engine: the context of the engine that runs the one row. Default: the model's.
 
     Raises:
-      ValueError: as :func:`jaxdraft.generate`. Nothing was allocated.
+      ValueError: as for :func:`jaxdraft.generate`. Nothing was allocated.
     """
     batch, vocab = lengths.shape[0], model.target.vocab_size
     limit = _max_length(model, options.max_length, lengths, engine)

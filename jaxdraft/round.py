@@ -1,7 +1,7 @@
 """Prefill and one speculative round: the composition of target, verification and drafter.
 
-Everything here is arrays in, arrays out: no host, no synchronisation, and no knowledge of which
-target or drafter it is given.
+All functions here map arrays to arrays, without the host and without synchronisation. They work
+with any target and any drafter.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
 
 MAX_FAILURES = 3
-"""Failing rounds in a row after which a row is never asked for drafts again."""
+"""Number of consecutive failing rounds after which drafting is switched off for a row."""
 
 
 @struct.dataclass
 class Rules:
-    """The rules a generation follows. All dynamic: changing them compiles nothing.
+    """Rules of a generation. All are dynamic: changing them compiles nothing.
 
-    Whether ``sampling`` and ``stop_text`` are there at all is part of the program.
+    Only the presence of ``sampling`` and ``stop_text`` is part of the program.
     """
 
     stop_ids: jax.Array  # [B, S] int32; NO_TOKEN entries match nothing
@@ -55,7 +55,7 @@ class Rules:
 
 @struct.dataclass
 class RoundState:
-    """Everything the next round needs."""
+    """State between rounds."""
 
     target: Any
     drafter: Any
@@ -65,7 +65,7 @@ class RoundState:
     length: jax.Array  # [B] int32, tokens so far, the anchor included
     emitted: jax.Array  # [B] int32, tokens of the output
     status: jax.Array  # [B] int32, a Status
-    failures: jax.Array  # [B] int32, rounds in a row in which the drafter failed the row
+    failures: jax.Array  # [B] int32, consecutive rounds in which the drafter failed
     stop_state: jax.Array  # [B] int32, the state of the row's stop-string automaton
     stats: Stats
 
@@ -74,19 +74,19 @@ class RoundState:
 class Logprobs:
     """Log-probabilities under the target's own logits: before temperature, penalties and bans."""
 
-    token: jax.Array  # [B, T] float32, of the tokens emitted; 0 where there is none
+    token: jax.Array  # [B, T] float32, of the emitted tokens; 0 where there is none
     top_tokens: jax.Array  # [B, T, n] int32, the best n, best first; NO_TOKEN where there is none
     top: jax.Array  # [B, T, n] float32
 
 
 @struct.dataclass
 class RoundInfo:
-    """What a round did. Nothing depends on it."""
+    """Report of a round. Nothing depends on it."""
 
     accepted: jax.Array  # [B] int32 drafts that were accepted and emitted; -1: the row did not run
     emitted: jax.Array  # [B] int32 tokens the round added to each row
     draft: DraftInfo
-    logprobs: Logprobs | None = None  # T = 1 + K, of the tokens it added; when asked for
+    logprobs: Logprobs | None = None  # T = 1 + K, of the added tokens; None unless requested
 
 
 def prefill(
@@ -145,7 +145,7 @@ def prefill(
 
 
 def empty(target: Any, drafter: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
-    """Rows that hold nothing yet; their status says so.
+    """Return a state of empty rows, with status ``EMPTY``.
 
     Args:
       target: an empty state of the target.
@@ -183,8 +183,9 @@ def read(
       count: [B] int32, 0..T.
 
     Returns:
-      The state, and what :func:`logits_after` takes, of rows that read something: the hidden row of
-      each row's last token [B, 1, D], or else the logits after it [B, 1, V].
+      The state, and the argument for :func:`logits_after`: the hidden row of each row's last token
+      [B, 1, D], or, without a head, the logits after it [B, 1, V]. It is valid only in rows with
+      ``count > 0``.
     """
     batch, size = state.tokens.shape
     step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -213,7 +214,7 @@ def read(
 
 
 def logits_after(target: Target, last: jax.Array, needed: jax.Array | None = None) -> jax.Array:
-    """The logits [B, 1, V] float32 after what was read.
+    """Return the logits [B, 1, V] float32 after the tokens read so far.
 
     Args:
       target: the target.
@@ -258,7 +259,7 @@ def begin(
 def emit_first_token(
     state: RoundState, logits: jax.Array, rules: Rules, *, logprobs: int | None = None
 ) -> tuple[RoundState, RoundInfo]:
-    """Emit the token that follows the prompt, in rows that run. Args: see :func:`begin`."""
+    """Emit the token that follows the prompt, in running rows. Args: see :func:`begin`."""
     none = _no_proposal(logits.shape[0], 0)
     verdict = _judge(logits, state, none, rules)
     state, window_tokens, count, accepted = _emit(state, verdict, none, rules)
@@ -271,7 +272,7 @@ def emit_first_token(
 def propose(
     drafter: Drafter, state: RoundState, rules: Rules, *, vocab_size: int
 ) -> tuple[RoundState, DraftInfo]:
-    """Drafts for the coming round of rows whose committed tokens the drafter has taken in."""
+    """Propose for the next round, in rows whose committed tokens the drafter has ingested."""
     zeros = jnp.zeros_like(state.length)
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
@@ -287,18 +288,18 @@ def round(
     logprobs: int | None = None,
     drafted: bool = False,
 ) -> tuple[RoundState, RoundInfo]:
-    """Verify the proposal, commit what stands, feed the drafter, propose again.
+    """Verify the proposal, commit the accepted rows, feed the drafter, propose again.
 
-    A drafter that says ``declines`` is expected to be silent often: rounds in which no row has
-    drafts run the target over one row each then, and cost what a plain step does.
+    A drafter with ``declines`` often proposes nothing. With it, rounds without any drafts run the
+    target over one token per row, at the cost of a plain step.
 
     Args:
       target: the target.
       drafter: the drafter.
-      state: from :func:`prefill` or an earlier round.
+      state: state from :func:`prefill` or an earlier round.
       rules: see :class:`Rules`.
       logprobs: give log-probabilities, and so many alternatives.
-      drafted: it is known that some row has drafts.
+      drafted: whether some row is known to have drafts.
     """
     proposal = state.proposal
 
@@ -322,10 +323,10 @@ def round(
 
 @struct.dataclass
 class _Verified:
-    """A round up to where the drafter is asked."""
+    """Result of a round before the drafter proposes."""
 
-    state: RoundState  # committed, and the drafter has what was
-    feed: Feed  # what the drafter was told, count rows of 1 + K
+    state: RoundState  # committed, and ingested by the drafter
+    feed: Feed  # feed of the drafter, count rows of 1 + K
     accepted: jax.Array  # [B] int32; -1: did not run
     logprobs: Logprobs | None
 
@@ -338,7 +339,7 @@ def _verify(
     rules: Rules,
     logprobs: int | None,
 ) -> _Verified:
-    """Run the target over anchor and drafts, emit what stands, commit it, tell the drafter."""
+    """Run the target over anchor and drafts, emit and commit the accepted, feed the drafter."""
     running = state.status == Status.RUNNING
     first = state.length - 1
     count = jnp.where(running, 1 + proposal.length, 0)
@@ -361,7 +362,7 @@ def _verify(
 
 
 def _widen(verified: _Verified, drafts: int) -> _Verified:
-    """The same with room for rows of ``drafts`` more, which are not there."""
+    """Return the same result, padded by ``drafts`` unused token rows."""
 
     def wide(x: jax.Array, fill: int = 0) -> jax.Array:
         beside = ((0, 0), (0, drafts), *[(0, 0)] * (x.ndim - 2))
@@ -377,7 +378,7 @@ def _widen(verified: _Verified, drafts: int) -> _Verified:
 
 
 def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
-    """What the target says about a proposal, under the rules of each row."""
+    """Verify a proposal under the rules of each row."""
     how = rules.sampling
     if how is None:
         return verify.greedy(logits, proposal)
@@ -394,8 +395,8 @@ def _emit(
     """Append the accepted drafts and the next token, up to the first stop.
 
     Returns:
-      The state, the tokens that it may emit [B, 1 + K], how many of them were emitted [B], and
-      the drafts among those [B] (-1: did not run).
+      The state, the candidate tokens [B, 1 + K], the number of emitted ones [B], and the number of
+      drafts among those [B] (-1: the row did not run).
     """
     running = state.status == Status.RUNNING
     batch, drafts = proposal.tokens.shape
@@ -467,7 +468,7 @@ def _limits(verdict: Verdict, length: jax.Array, emitted: jax.Array, rules: Rule
 def _match_stops(
     state: RoundState, window_tokens: jax.Array, rules: Rules
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether a stop string is complete after each token, and the automata's states, [B, 1 + K]."""
+    """Return whether each token completes a stop string, and the automata's states, [B, 1 + K]."""
     stop = rules.stop_text
     if stop is None:
         return jnp.zeros(window_tokens.shape, bool), jnp.zeros(window_tokens.shape, jnp.int32)
@@ -481,7 +482,7 @@ def _match_stops(
 def _logprobs(
     logits: jax.Array, window_tokens: jax.Array, count: jax.Array, alternatives: int | None
 ) -> Logprobs | None:
-    """Of the first ``count`` [B] tokens of ``window_tokens`` [B, T], from logits [B, T, V]."""
+    """Return log-probabilities of the first ``count`` [B] of ``window_tokens`` [B, T]."""
     if alternatives is None:
         return None
     there = jnp.arange(window_tokens.shape[1], dtype=jnp.int32)[None] < count[:, None]
@@ -504,10 +505,10 @@ def _logprobs(
 
 
 def _ask(state: RoundState, drafter: Drafter, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """Whether each row wants drafts, and how many it can use.
+    """Return whether each row needs drafts, and how many it can use.
 
-    A draft must leave room for the token that follows it, in the sequence and in what may still be
-    emitted. Example: two tokens still wanted: one draft and its bonus.
+    A draft must leave room for the token that follows it, in the sequence and among the tokens
+    still to emit. Example: with two tokens left to emit, one draft and its bonus.
     """
     room = rules.max_length - state.length - 1
     wanted = rules.max_new_tokens - state.emitted - 1
@@ -541,9 +542,10 @@ def _feed(
 def _propose(
     drafter: Drafter, state: RoundState, feed: Feed, vocab_size: int
 ) -> tuple[RoundState, DraftInfo]:
-    """Ask for drafts, and count what came: drafts clear a row's failures, silence does neither.
+    """Propose drafts and update the counters: drafts reset a row's failures.
 
-    A proposal that was cut because it is invalid is counted, too, whether drafts were left or not.
+    A row without drafts for a harmless reason keeps its count of failures. A proposal that was cut
+    because it is invalid is counted, too, with or without drafts left.
     """
     drafts, proposal, info = guard.propose(drafter, state.drafter, feed)
     proposal, info = guard.sanitize(proposal, info, feed, vocab_size)

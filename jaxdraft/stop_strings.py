@@ -4,8 +4,9 @@ A string may end in the middle of an accepted block, in the middle of a token, o
 several tokens. So the strings become an automaton over bytes (Aho and Corasick, 1975), and the
 automaton a table over tokens: ``table[state, token]`` is the state after all bytes of the token.
 An entry ``-1 - state`` leads to the same state as ``state`` and marks a token that completes a
-string. The round emits and commits nothing after such a token, unless ``min_new_tokens`` says that
-the row goes on; then the automaton goes on as well, and misses no later occurrence.
+string. The round emits and commits nothing after such a token, unless
+``min_new_tokens`` is not reached yet. In that case row and automaton continue, so later
+occurrences are found.
 
 Example: stop string ``ab``, tokens 0 = ``a``, 1 = ``b``, 2 = ``aba``. States: 0 nothing, 1 after
 ``a``, 2 after ``ab``:
@@ -31,14 +32,14 @@ from jaxdraft.sizes import power_of_two
 
 @struct.dataclass
 class StopText:
-    """Automata over tokens, and the automaton of each row. State 0 is the start."""
+    """Automata over tokens, with the index of each row's automaton. State 0 is the start."""
 
     table: jax.Array  # [U, states, V] int16
     which: jax.Array  # [B] int32, below U; NO_AUTOMATON: none
 
 
 NO_AUTOMATON = -1
-"""A row without stop strings."""
+"""Index for a row without stop strings."""
 
 
 def run(stop: StopText, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,15 +107,15 @@ def byte_automaton(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 def token_automaton(strings: Sequence[str], tokens: Sequence[bytes], vocab: int) -> np.ndarray:
     """Return the table over tokens, [states, V] int16; states are rounded up to a power of two.
 
-    The padding keeps programs: other strings of like length have a table of the same shape.
+    The padding avoids new programs: other strings of similar length have a table of the same shape.
 
     Args:
       strings: the stop strings.
-      tokens: the bytes of each token; ids past its end read as nothing.
+      tokens: the bytes of each token; ids past its end have no bytes.
       vocab: V.
 
     Raises:
-      ValueError: as :func:`byte_automaton`, or strings of more than 2**14 bytes together.
+      ValueError: as for :func:`byte_automaton`, or strings of more than 2**14 bytes together.
     """
     over_bytes, ends = byte_automaton(strings)
     states = over_bytes.shape[0]
@@ -141,9 +142,9 @@ def token_automaton(strings: Sequence[str], tokens: Sequence[bytes], vocab: int)
 
 
 def match(text: bytes, start: int, strings: Sequence[bytes]) -> tuple[int, int] | None:
-    """Return where the string lies that is complete first, of those that end past ``start``.
+    """Return the place of the first string to be complete, among those that end past ``start``.
 
-    Of strings that end together it is the longest. Example: in ``abab`` with ``start`` 2, ``ab``
+    Among strings with the same end it is the longest. Example: in ``abab`` with ``start`` 2, ``ab``
     and ``bab`` both end at 4, and the place of ``bab`` is ``(1, 4)``.
 
     Args:

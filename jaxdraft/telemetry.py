@@ -1,7 +1,8 @@
-"""Counters of a run, and what people read from them.
+"""Counters of a run, and their summary.
 
-Counted as the field counts: *evaluated* drafts stop at the first rejection, *acceptance* is
-accepted / evaluated, *tokens per round* counts the accepted drafts and the token that follows them.
+The counts follow the usual definitions: *evaluated* drafts stop at the first rejection,
+*acceptance* is accepted / evaluated, *tokens per round* counts the accepted drafts and the token
+that follows them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from jaxdraft.base import NoDraft
 
 @struct.dataclass
 class Stats:
-    """Counters of a run. Per row where a row is what counts.
+    """Counters of a run, per row where they apply to rows.
 
     ``evaluated`` drafts stop at the first rejection, so ``accepted / evaluated`` is the probability
-    that a draft whose predecessors stand does too; ``accepted <= evaluated <= proposed`` always.
+    that a draft is accepted if its predecessors are; ``accepted <= evaluated <= proposed`` always.
     The prompt's own token belongs to no round: ``emitted`` sums the rounds' tokens plus that one.
     """
 
@@ -37,7 +38,7 @@ class Stats:
 
     @classmethod
     def zeros(cls, batch: int, draft_tokens: int) -> Stats:
-        """Nothing happened yet."""
+        """Return counters of zero."""
         row = jnp.zeros((batch,), jnp.int32)
         place = jnp.zeros((batch, draft_tokens), jnp.int32)
         none = jnp.zeros((), jnp.int32)
@@ -46,12 +47,12 @@ class Stats:
 
     @property
     def evaluated(self) -> jax.Array:
-        """[B] int32."""
+        """Drafts evaluated, [B] int32."""
         return jnp.sum(self.evaluated_at, axis=1, dtype=jnp.int32)
 
     @property
     def accepted(self) -> jax.Array:
-        """[B] int32."""
+        """Drafts accepted, [B] int32."""
         return jnp.sum(self.accepted_at, axis=1, dtype=jnp.int32)
 
 
@@ -61,15 +62,15 @@ class Summary:
 
     Attributes:
       target_forwards: prefill passes and rounds of the target.
-      drafter_forwards: forward passes of the drafter that proposed: one a round for a block, one a
-        draft for a chain, none for a lookup.
+      drafter_forwards: forward passes of the drafter for proposals: one per round for a block, one
+        per draft for a chain, none for a lookup.
       rounds: rounds, counted per row.
       emitted: tokens emitted, the one after each prompt included.
       prompts: rows that emitted anything.
       proposed: drafts proposed.
       evaluated_at: drafts evaluated, by position in the block.
       accepted_at: drafts accepted, by position.
-      undrafted: rounds a row went without drafts, by reason.
+      undrafted: rounds without drafts, per row, by reason.
       admission_misses: how often a row found no ring or page in a pooled drafter's cache.
     """
 
@@ -96,7 +97,7 @@ class Summary:
 
     @property
     def acceptance(self) -> float | None:
-        """accepted / evaluated; None before any draft was evaluated."""
+        """Accepted / evaluated drafts; None before any draft was evaluated."""
         return self.accepted / self.evaluated if self.evaluated else None
 
     @property
@@ -106,12 +107,12 @@ class Summary:
 
     @property
     def acceptance_at(self) -> tuple[float | None, ...]:
-        """Probability that a draft stands when its predecessors do, by position."""
+        """Probability that a draft is accepted if its predecessors are, by position."""
         pairs = zip(self.accepted_at, self.evaluated_at, strict=True)
         return tuple(a / e if e else None for a, e in pairs)
 
     def lines(self) -> list[str]:
-        """The summary in words."""
+        """Return the summary as lines of text."""
         said = [
             f"{self.emitted} tokens in {self.rounds} rounds"
             + (f", {self.tokens_per_round:.2f} tokens a round" if self.rounds else ""),
@@ -134,7 +135,7 @@ class Summary:
 
 
 def summarize(stats: Stats | Iterable[Stats], *, admission_misses: int = 0) -> Summary:
-    """Counters as Python numbers, summed over rows and runs.
+    """Sum counters over rows and runs, as Python numbers.
 
     Runs with different K are padded to the longest.
 
