@@ -39,7 +39,7 @@ class ArtifactError(ValueError):
 
     @classmethod
     def of(cls, problems: Sequence[ArtifactError]) -> ArtifactError:
-        """One error that carries all ``problems`` (at least one) and reads like the first."""
+        """Return one error with all ``problems`` (at least one), worded like the first."""
         if len(problems) == 1:
             return problems[0]
         first = problems[0]

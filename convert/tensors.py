@@ -218,7 +218,7 @@ _COMPARED = 1 << 20
 
 
 def same_numbers(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, in the coarser of their types if they have two.
+    """Return whether two tensors hold the same numbers, compared in the coarser type.
 
     They are read a few rows at a time, and no further than the first difference.
     """

@@ -355,7 +355,7 @@ def _rotation(
 
 
 def _check_rotation(walk: Walk, call: Call, tables: Tables, heads: int, head_dim: int) -> None:
-    """As many channels as the tables have are rotated, in every head.
+    """Check that every head rotates as many channels as the tables have.
 
     Zero channels stand for the whole head. The number of heads then follows from the width, and
     zero stands for that.

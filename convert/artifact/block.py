@@ -206,7 +206,7 @@ class BlockReader:
         return Dense.of(table, transposed=False)
 
     def gather_indices(self, value: str) -> str:
-        """Return indices of the Gather that computes ``value``."""
+        """Return the indices of the Gather that computes ``value``."""
         return self.walk.expect_op(value, "Gather")["indices"]
 
     def slice(self, value: str, start: int, end: int, axis: int) -> str:
@@ -239,7 +239,7 @@ class BlockReader:
     # Context path and block rows.
 
     def ids(self) -> str:
-        """The block's token ids, all requests' in one row."""
+        """Return the block's token ids, with all requests in one row."""
         return io_input(self.walk, self.io, "input_ids", INT64, ("block rows",))
 
     def context(self, value: str) -> tuple[Recipes, int, int]:

@@ -130,7 +130,7 @@ def _check_shared(
     file: str,
     problems: Problems,
 ) -> None:
-    """The drafter's table or head is the target's: same name, bytes, type and shape."""
+    """Check that the drafter's table or head is the target's: same name, bytes, type and shape."""
     theirs = {t.name: t for t in target.tensors}
     for tensor in drafter.tensors:
         where = f"initializer {tensor.name} (the {what})"

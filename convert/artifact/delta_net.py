@@ -87,7 +87,7 @@ class _Rule:
 def _heads_of(
     walk: Walk, call: Call, reshape: Call, kept: list[int], where: str
 ) -> tuple[int, int]:
-    """Return heads and head width that a Reshape cuts rows into."""
+    """Return the number of heads and the head width that a Reshape cuts rows into."""
     shape = walk.constant(reshape["shape"]).tolist()
     good = (
         isinstance(shape, list)

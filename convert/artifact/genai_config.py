@@ -386,7 +386,7 @@ class _Reader:
         )
 
     def drafts(self, kind: DrafterKind, section: Section) -> tuple[int, int]:
-        """Return rows of a block, and how many of them predict."""
+        """Return the number of rows of a block and how many of them predict."""
         own = block_of(kind)
         skipped = own.module.first_row
         block = section.integer("block_size", 1 + skipped, 4096, meaning="query rows of a block")
@@ -449,7 +449,7 @@ class _Reader:
                 place.report(key, "it in a drafter's section")
 
     def engine(self) -> tuple[int | None, int | None]:
-        """Return page size and rows of the engine's section."""
+        """Return the page size and rows of the engine's section."""
         if "engine" not in self.root:
             return None, None
         engine = self.root.section("engine")

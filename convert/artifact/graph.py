@@ -61,7 +61,7 @@ class Node:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Name in messages."""
         return f"node {self.name or self.index} ({self.op})"
 
 

@@ -68,7 +68,7 @@ class _Head:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """All norms; they have one epsilon."""
+        """All norms, which share one epsilon."""
         return (self.embedding_norm, self.hidden_norm, self.before, self.post, self.final)
 
 
@@ -150,7 +150,7 @@ def _plan(
 
 
 def _io(graph: Graph, config: ArtifactConfig, section: DrafterSection) -> Io:
-    """Return names of the head's inputs.
+    """Return the names of the head's inputs.
 
     A paged head is fed like the paged target, whose section names the lengths and the page table;
     its own section still lists the attention mask of the dense form, which the graph has not.

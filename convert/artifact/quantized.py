@@ -211,7 +211,7 @@ class Scales:
 
 
 def packed_bytes(tensor: Tensor) -> Array:
-    """The stored bytes of an integer tensor, two 4-bit elements per byte; floats as they are."""
+    """Return the stored bytes of an integer tensor (4-bit: two per byte); floats unchanged."""
     return tensor.raw() if tensor.is_nibbles else tensor.read()
 
 

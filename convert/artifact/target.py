@@ -137,7 +137,7 @@ class _TargetReader:
         return self._plan(layers, final, table, head, taps)
 
     def _body_type(self, hidden: str) -> None:
-        """The type of the final norm's weight is that of the body, quantized or not."""
+        """Check that the type of the final norm's weight is that of the body, quantized or not."""
         call = self.walk.expect_op(
             hidden, "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"
         )

@@ -36,7 +36,7 @@ class Call:
         return self.inputs[role]
 
     def output(self, index: int) -> str:
-        """Return name of an output, empty if there is none."""
+        """Return the name of an output, empty if there is none."""
         return self.node.outputs[index] if index < len(self.node.outputs) else ""
 
 
@@ -63,7 +63,7 @@ class Walk:
     # Asking for nodes.
 
     def op(self, value: str) -> str:
-        """Return operator that computes ``value``; empty for an input or an initializer."""
+        """Return the operator that computes ``value``; empty for an input or an initializer."""
         produced = self.graph.producers.get(value)
         return produced[0].op if produced else ""
 
@@ -148,7 +148,7 @@ class Walk:
         return values
 
     def outputs(self, call: Call, names: Sequence[str]) -> None:
-        """The node has exactly these outputs; each that is a graph output is thereby explained."""
+        """Check that the node has exactly these outputs; mark those of the graph as explained."""
         found = tuple(call.node.outputs)
         while found and not found[-1]:
             found = found[:-1]
@@ -228,7 +228,7 @@ class Walk:
         raise ArtifactError(self.file, f"value {value!r}", "no constant", "a constant")
 
     def expect(self, call: Call, role: str, *values: Any) -> None:
-        """An integer constant as an input of ``call``, one of ``values`` exactly."""
+        """Check that an input of ``call`` is an integer constant, one of ``values``."""
         found = self.constant(call[role])
         if found.dtype.kind not in "iu" or found.tolist() not in list(values):
             raise ArtifactError(

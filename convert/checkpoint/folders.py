@@ -175,7 +175,7 @@ def with_head(target: TargetFolder, folder: Path) -> TargetFolder:
 
 
 def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]:
-    """The drafters that are there, and their folders; in the order in which they are preferred."""
+    """Return the drafters that are present and their folders, in order of preference."""
     home = target.folder
     bases = [folder, home, *([home.parent] if home.resolve().name == TARGET else [])]
     found: dict[DrafterKind, Path] = {}
@@ -303,7 +303,7 @@ def weights_file(folder: Path) -> str:
 
 
 def _stop_ids(folder: Path, target: TargetFacts, remarks: Remarks) -> tuple[int, ...]:
-    """Of ``generation_config.json``, which runtimes prefer, else of ``config.json``."""
+    """Return the stop ids of ``generation_config.json``, else those of ``config.json``."""
     if not (folder / GENERATION).is_file():
         return target.stop_ids
     body = read_json(folder, GENERATION)
