@@ -1,4 +1,4 @@
-"""GPU kernels in Pallas, drop-ins for functions of ``nn``. They never ran on a GPU yet.
+"""GPU kernels in Pallas, drop-ins for functions of ``nn``. They have not yet run on a GPU.
 
 They are compiled through Triton for NVIDIA GPUs of compute capability 8.0 and later, and the tests
 count what comes out of the compiler. No time of theirs was ever measured. Therefore the XLA path is
@@ -18,7 +18,7 @@ What the kernels share:
 * All sums run in float32.
 * Under differentiation the XLA path runs instead, for the value and the gradient. ``vmap`` works.
 * On CPUs they run interpreted, slowly: that is for tests. GPUs before compute capability 8.0 (T4)
-  and other accelerators are refused when the kernels are chosen; the XLA path serves them.
+  and other accelerators are rejected when the kernels are chosen; the XLA path serves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ XLA, PALLAS = KERNELS = ("xla", "pallas")
 """The choices: the XLA path, and Pallas kernels."""
 
 VARIABLE = "JAXDRAFT_KERNELS"
-"""The environment variable that makes the choice where no argument does."""
+"""The environment variable that is used where no argument makes the choice."""
 
 MAX_ROWS = 16
 """Rows of the widest window that a kernel serves."""

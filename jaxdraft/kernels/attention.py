@@ -106,11 +106,11 @@ def attend(
     Args:
       query: [B, T, N, H], rotated; T is at most :data:`jaxdraft.kernels.MAX_ROWS`.
       positions: [B, T] int32, positions of the queries.
-      source: cached keys and values; its ``span`` says where they lie.
+      source: cached keys and values; its ``span`` gives their location.
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
-      beside: further keys that are in no cache.
-      xla: the function that this one stands in for, without a kernel.
+      beside: further keys outside the cache.
+      xla: the equivalent function without a kernel.
       splits: shares of the keys; default: as many as keep a GPU busy.
 
     Returns:
@@ -124,7 +124,7 @@ def attend(
 def _reference(
     plan: _Plan, query: jax.Array, positions: jax.Array, span: Span, beside: Chunk | None
 ) -> jax.Array:
-    """The same without a kernel."""
+    """Compute the same without a kernel."""
     source = read_span(span)
     return plan.xla(query, positions, source, plan.config, causal=plan.causal, beside=beside)
 
@@ -233,7 +233,7 @@ def _share_kernel(
     *refs: Any,
     plan: _Plan,
 ) -> None:
-    """One share of the keys of one head: its maxima, masses and sums, or the whole result."""
+    """Compute one share of one head's keys: its maxima, masses and sums, or the whole result."""
     config = plan.config
     b, split = pl.program_id(0), pl.program_id(2)
     group = div(pl.program_id(1), plan.tiles)
@@ -314,7 +314,7 @@ def _cached_keys(
 def _block_keys(
     refs: tuple[Any, ...], b: jax.Array, group: jax.Array, channel: jax.Array, plan: _Plan
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same of the keys beside the cache: [B, C, G, S, H] read as C * S keys."""
+    """Return the same for keys beside the cache: [B, C, G, S, H] read as C * S keys."""
     index = iota(power_of_two(plan.block, least=LEAST))
     there = index < plan.block
     index = jnp.minimum(index, plan.block - 1)
@@ -335,7 +335,7 @@ def _absorb(
     v: jax.Array,
     plan: _Plan,
 ) -> _Running:
-    """Take one tile of keys into the running softmax; ``key`` is -1 where there is none."""
+    """Add one tile of keys to the running softmax; ``key`` is -1 where there is none."""
     config = plan.config
     peak, mass, total = running
     scores = lax.dot_general(
@@ -379,7 +379,7 @@ def _join_kernel(
     *,
     plan: _Plan,
 ) -> None:
-    """The result of one query row of one head from its shares."""
+    """Join the shares of one query row of one head."""
     b, group, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     low, high, tiles = _bounds(positions, first, end, b, plan)
     all_tiles = ceil_div(jnp.maximum(high - low, 0), plan.keys)

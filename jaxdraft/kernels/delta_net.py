@@ -32,7 +32,7 @@ from jaxdraft.sizes import power_of_two
 from jaxdraft.state.recurrent import Capsule
 
 _WIDTH = 512
-"""Columns of the layer's input that are read at a time."""
+"""Columns of the layer's input that are read per step."""
 
 _EXACT = lax.Precision.HIGHEST  # the state is float32 everywhere
 
@@ -62,7 +62,7 @@ def window(
         weight [2 * Hv, D]).
       conv: [B, W - 1, channels].
       state: [B, Hv, Dk, Dv] float32.
-      xla: the same without a kernel.
+      xla: the equivalent function without a kernel.
 
     Returns:
       [B, T, Hv * Dv], and the capsule, which a kernel commits too.
@@ -113,7 +113,7 @@ def _kernel(
     config: DeltaNetConfig,
     steps: int,
 ) -> None:
-    """One value head of one row of the batch."""
+    """Compute one value head of one row of the batch."""
     *rates, out, log_decay, key, update, rows = refs
     b, head = pl.program_id(0), pl.program_id(1)
     shared = config.value_heads // config.key_heads  # consecutive heads that share a key
@@ -176,7 +176,7 @@ def _kernel(
 def _rate(
     refs: list[Any], b: jax.Array, step: jax.Array, real: jax.Array, column: jax.Array
 ) -> jax.Array:
-    """One column of the rates and decays of all rows, [T] float32."""
+    """Return one column of the rates and decays of all rows, [T] float32."""
     if len(refs) == 1:
         return plgpu.load(refs[0].at[b, step, column], mask=real, other=0).astype(jnp.float32)
     x, weight = refs
@@ -204,7 +204,7 @@ def _convolve(
     inside: jax.Array,
     width: int,
 ) -> jax.Array:
-    """The depthwise causal convolution and SiLU of some channels, [T, channels] float32.
+    """Compute the depthwise causal convolution and SiLU of some channels, [T, channels] float32.
 
     Row t sees rows t - W + 1 .. t; those before the first come from ``conv``. Example, W = 4: row 1
     sees rows 1 and 2 of ``conv`` and rows 0 and 1 of the window.

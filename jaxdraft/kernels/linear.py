@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix that is read once, packed as it lies, and gated if wanted.
+"""Products of a few rows with a matrix that is read once, optionally packed or gated.
 
 A program makes some of the outputs from all of the inputs. Of a packed matrix it reads bytes and
 scales and makes floats of them in registers, so no float matrix exists in memory. The product
@@ -71,7 +71,7 @@ def product(
       x: rows, at most :data:`MOST_ROWS`; cast to ``form.dtype``.
       weights: (weight [out, K],), or (weight_q, scales) as in
         :class:`jaxdraft.nn.linear.PackedLinear`.
-      xla: the same without a kernel, a function of ``form``, ``x`` and ``weights``.
+      xla: the equivalent without a kernel, a function of ``form``, ``x`` and ``weights``.
     """
     return by_platform(_run, _reference, (form, xla), x, weights)
 
@@ -102,7 +102,7 @@ def _run(
 
 
 def _kernel(x: Any, *refs: Any, form: Form, count: int) -> None:
-    """Some outputs of all rows."""
+    """Compute some outputs of all rows."""
     *weights, out = refs
     row = iota(power_of_two(count, least=LEAST))
     real = row < count
@@ -139,7 +139,7 @@ def _plain_step(
     inside: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """[rows, outputs] from some columns."""
+    """Return [rows, outputs] from some columns."""
     there = column < form.inputs
     w = plgpu.load(
         weights[0].at[output[:, None], column[None, :]],
@@ -159,7 +159,7 @@ def _packed_step(
     inside: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """[rows, outputs] from some bytes.
+    """Return [rows, outputs] from some bytes.
 
     Plane p of the bytes has every (8 / bits)th value. Example, 4 bits: byte 5 holds value 10 in its
     low half (plane 0) and value 11 in its high half (plane 1).

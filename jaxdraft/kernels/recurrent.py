@@ -27,7 +27,7 @@ def commit(recurrent: Any, capsule: Any, count: jax.Array, *, xla: Callable[...,
       recurrent: the state the capsule was made from.
       capsule: T rows.
       count: [B] int32, 0..T.
-      xla: the function that this one stands in for.
+      xla: the equivalent function without a kernel.
     """
     return by_platform(_run, _reference, xla, recurrent, capsule, count)
 
@@ -141,7 +141,7 @@ def _shift(
     count: jax.Array,
     interpret: bool,
 ) -> None:
-    """The last W - 1 rows after ``count`` rows joined the stream.
+    """Return the last W - 1 rows after appending ``count`` rows to the stream.
 
     Example, W - 1 = 3, conv = [a b c], rows = [d e f g]: count 0 keeps [a b c], count 1 gives
     [b c d], count 4 gives [e f g].

@@ -196,7 +196,7 @@ class DecoderTarget:
         return Head(self.config.width, self.dtype, self.decoder().logits)
 
     def init(self, batch: int, capacity: int) -> DecoderState:
-        """An empty state: one page a row with room for ``capacity`` positions and scratch rows.
+        """Return a state: one page per row with room for ``capacity`` positions and scratch rows.
 
         Layers with a window keep a ring of pages per row instead, whatever the capacity.
         """

@@ -126,10 +126,10 @@ def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
       [C B]    = [-B^-1 C A^-1  B^-1 ]
 
     So 128 rows need seven products in turn and not 128. The worst case, equal keys without decay,
-    is held against float64 in ``tests/nn/test_delta_net.py``.
+    is tested against float64 in ``tests/nn/test_delta_net.py``.
 
     Args:
-      lower: [..., T, T] float32; what lies on or above the diagonal must be zero.
+      lower: [..., T, T] float32; entries on or above the diagonal must be zero.
       right: [..., T, X] float32.
 
     Returns:
@@ -158,7 +158,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _substitute(lower: jax.Array, right: jax.Array) -> jax.Array:
-    """The solution row by row, with no product of matrices."""
+    """Return the solution row by row, with no product of matrices."""
     solved: list[jax.Array] = []
     for i in range(lower.shape[-1]):
         row = right[..., i, :]
@@ -169,7 +169,7 @@ def _substitute(lower: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _inverses(lower: jax.Array, size: int) -> jax.Array:
-    """Inverses of the diagonal blocks of ``I + lower``: [..., T / size, size, size]."""
+    """Return inverses of the diagonal blocks of ``I + lower``: [..., T / size, size, size]."""
 
     def blocks(size: int, row: int, stride: int) -> jax.Array:
         """Blocks (row, 0), (row + stride, stride), ...: [..., n, size, size]."""

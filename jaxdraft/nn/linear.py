@@ -229,7 +229,7 @@ def _rows_first(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | No
 def _product_in_halves(
     weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None
 ) -> jax.Array:
-    """The same, as a batch of two: XLA runs one thin product on one core, a batch on several.
+    """Compute it as a batch of two: XLA runs one thin product on one core, a batch on several.
 
     With 8 rows on two cores this takes three quarters of the time of :func:`_product`, with 1 row
     no more (``experiments/linear_forms.md``). Splitting [out, in] along ``out`` moves nothing in
@@ -359,7 +359,7 @@ class PackedLinear(nnx.Module):
     def _product_in_turn(
         self, weight_q: jax.Array, scales: jax.Array, planes: jax.Array
     ) -> jax.Array:
-        """Return the matrices, computed no earlier than ``planes``.
+        """Compute the product, no earlier than ``planes`` is known.
 
         Else XLA's scheduler takes the dequantized matrices, which depend on weights alone, out of
         their order, and one program holds those of all layers at once: as many bytes as without

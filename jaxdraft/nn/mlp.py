@@ -84,7 +84,7 @@ def _all_experts(
     Args:
       rows: [R, D].
       share: [R, k] float32, the weights of the experts of each row.
-      chosen: [R, k] int32, which they are.
+      chosen: [R, k] int32, indices of those experts.
       gate_up: [E, 2 I, D].
       down: [E, D, I].
 
@@ -103,9 +103,9 @@ def _all_experts(
 def _chosen_experts(
     rows: jax.Array, share: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
 ) -> jax.Array:
-    """Compute the same from the experts that were chosen alone.
+    """Compute the same from the chosen experts alone.
 
-    Written as sums and not as products: XLA's GPU compiler reads a gathered matrix where it lies
+    Written as sums and not as products: XLA's GPU compiler reads a gathered matrix in place
     when a sum follows, and copies it for a product.
     """
 
@@ -123,7 +123,7 @@ def _chosen_experts(
 def feed_forward(
     width: int, config: MlpConfig | MoeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> Mlp | Moe:
-    """The module that ``config`` describes."""
+    """Return the module that ``config`` describes."""
     if isinstance(config, MoeConfig):
         return Moe(width, config, dtype=dtype, rngs=rngs)
     return Mlp(width, config.hidden, dtype=dtype, rngs=rngs)

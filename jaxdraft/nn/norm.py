@@ -17,7 +17,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     Args:
       x: [..., D].
       weight: [D]. Already ``1 + w`` where a model family stores ``w``.
-      eps: added to the mean of squares.
+      eps: number added to the mean of squares.
     """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -28,10 +28,10 @@ def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float)
     """``rms_norm(x) * silu(gate)``. Source: onnxruntime ``GatedRMSNorm``.
 
     Args:
-      x: [..., Dv], one value head a row.
+      x: [..., Dv], one value head per row.
       weight: [Dv].
       gate: like ``x``.
-      eps: added to the mean of squares.
+      eps: number added to the mean of squares.
     """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

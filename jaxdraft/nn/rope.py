@@ -57,7 +57,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Args:
       x: [B, T, heads, H].
       cos: [B, T, rotary_dim / 2] float32.
-      sin: likewise.
+      sin: [B, T, rotary_dim / 2] float32.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
