@@ -161,7 +161,7 @@ class BlockDrafter(DrafterDefaults):
 
         A windowed drafter has ``rings`` rings: a row gets one when its first row comes in. One that
         sees everything mirrors the target's ``pages`` pages, with ``ceil(block / Z)`` spill pages
-        per row added. Rows take pages as they grow. A row that finds none is *denied*: it owns
+        per row too. Rows take pages as they grow. A row that finds none is *denied*: it owns
         nothing and proposes nothing until it is released.
 
         Args:

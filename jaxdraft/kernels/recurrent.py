@@ -141,7 +141,7 @@ def _shift(
     count: jax.Array,
     interpret: bool,
 ) -> None:
-    """Return the last W - 1 rows after appending ``count`` rows to the stream.
+    """Write the last W - 1 rows after appending ``count`` rows to the stream.
 
     Example, W - 1 = 3, conv = [a b c], rows = [d e f g]: count 0 keeps [a b c], count 1 gives
     [b c d], count 4 gives [e f g].
