@@ -126,7 +126,7 @@ class DataFiles:
             held.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Unmap what no view holds any more."""
+        """Unmap the files that no view uses any more."""
         for held in self._maps.values():
             with contextlib.suppress(BufferError):  # a view lives on; the map goes with it
                 held.close()

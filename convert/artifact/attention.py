@@ -265,7 +265,7 @@ def _projections(
     rows: tuple[int, int],
     width: int,
 ) -> tuple[str, list[Matrix]]:
-    """Queries, keys and values as parts of one product, or as three products of one input."""
+    """Return queries, keys and values, from one product or three of the same input."""
     query_rows, kv_rows = rows
     sizes = [query_rows, kv_rows, kv_rows]
     if walk.op(parts[1]) == "Split":
@@ -458,7 +458,7 @@ def _attention_state(
 
 
 def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") -> None:
-    """Lengths and page table of PagedAttention; ``table``: which of the page tables it is."""
+    """Check lengths and page table of PagedAttention; ``table``: which of the page tables it is."""
     label = call.node.label
     for role, name_role, shape in (
         ("cumulative_sequence_length", "cumulative_sequence_lengths", ("batch + 1",)),

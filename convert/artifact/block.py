@@ -324,7 +324,7 @@ class BlockReader:
         return Attended(block, context, config, recipes, tables, page)
 
     def _caches(self, call: Call, layer: int, kv_heads: int, head_dim: int) -> int:
-        """Caches in and out, of one shape: their page size."""
+        """Check the caches in and out, of one shape, and return their page size."""
         walk, label = self.walk, call.node.label
         names = [call.node.outputs[0]]
         page = 0

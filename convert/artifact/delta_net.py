@@ -292,7 +292,7 @@ def _state(
     data_type: int | None,
     shape: tuple[int | str | None, ...],
 ) -> str:
-    """Past and present of a fixed state: the name of the present one."""
+    """Check the past and present of a state and return the name of the present one."""
     role = "past" if kind == "conv" and io.layout == "dense" else "state"
     past_role, present_role = f"past_{kind}_names", f"present_{kind}_names"
     if past_role not in io.inputs:

@@ -113,7 +113,7 @@ def _plan(
     section: DrafterSection,
     problems: Problems,
 ) -> DrafterPlan:
-    """The module's description and recipes; the section agrees with the graph."""
+    """Return the module's description and recipes, checked against the section."""
     mixer, tables = found.mixer, found.mixer.tables
     eps = all_equal(walk, "norm epsilons", [norm.eps for norm in found.norms])
     if tables is None:

@@ -84,13 +84,13 @@ _DRAFTER_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFacts:
-    """What a block drafter's ``config.json`` says.
+    """The content of a block drafter's ``config.json``.
 
     Attributes:
       config: the description.
       taps: layers of the target whose entering residual it reads.
       rope: its rotary embedding.
-      dtype: what it says it is computed in, or None.
+      dtype: the dtype of computation that the file names, or None.
       quantized: how matrices may be stored in few bits, or None.
     """
 

@@ -104,7 +104,7 @@ out what is as in its configuration class. Source: transformers 5.24, ``configur
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """What a target's ``config.json`` says.
+    """The content of a target's ``config.json``.
 
     Attributes:
       config: the description, taps and ``hidden_states`` left empty.
@@ -112,7 +112,7 @@ class TargetFacts:
       rope: its rotary embedding.
       mtp: description of the multi-token-prediction head, if it has one that is implemented.
       mtp_problems: why the head that it has is not implemented.
-      dtype: what it says it is computed in, or None.
+      dtype: the dtype of computation that the file names, or None.
       stop_ids: tokens that end a sequence.
       bos_token_id, pad_token_id: or None.
       quantized: how matrices may be stored in few bits, or None.
