@@ -42,7 +42,7 @@ class PairTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a kind of block drafter has of its own.
+    """Specifics of a kind of block drafter.
 
     Attributes:
       module: its Flax module.
@@ -51,7 +51,7 @@ class Block:
       convolves: whether its layers have convolutions.
       ropes: kinds of rotary embedding that it may have.
       scales_embedding: whether it may multiply the block's embeddings.
-      unread: what the names of tensors begin with that drafting does not need.
+      unread: prefixes of the names of tensors that drafting does not need.
     """
 
     module: type[BlockBackbone]
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def head(self) -> str:
-        """What the names of the tensors begin with that only this kind has."""
+        """Prefix of the names of the tensors that only this kind has."""
         return self.pairs[0].name.partition(".")[0] + "."
 
     def draft_tokens(self, block_size: int) -> int:
@@ -81,8 +81,8 @@ class Kind:
       drafter: the class that drafts with it.
       make: makes a drafter of a frozen module, the target's embedding and head, a configuration
         and a dtype.
-      cost: tells what one costs, from its configuration and the bytes of a number of its cache.
-      reads: what it reads of the target, a member of :class:`jaxdraft.base.Feed`.
+      cost: function from its configuration and the bytes of a number of its cache to its cost.
+      reads: its input from the target, a member of :class:`jaxdraft.base.Feed`.
       block: what a block drafter has of its own, which lies in a folder of its own. None: the
         drafter lies in the target's files.
     """
@@ -158,7 +158,7 @@ def blocks() -> dict[str, Block]:
 
 
 def block_of(kind: str) -> Block:
-    """Return what a kind of block drafter has of its own.
+    """Return the specifics of a kind of block drafter.
 
     Raises:
       ValueError: it is not a kind of block drafter.
@@ -170,7 +170,7 @@ def block_of(kind: str) -> Block:
 
 
 def kind_of(drafter: Any) -> DrafterKind | None:
-    """Return the kind of a drafter; None: it is of none, so that it has no weights to store."""
+    """Return the kind of a drafter; None for other drafters, which have no weights to store."""
     for name, kind in KINDS.items():
         if isinstance(drafter, kind.drafter) and drafter.config.kind == name:
             return name
@@ -178,7 +178,7 @@ def kind_of(drafter: Any) -> DrafterKind | None:
 
 
 def drafter_cost(config: DrafterConfig, itemsize: int) -> DrafterCost:
-    """Tell how a drafter is billed: by rings if it has a window, else per target page.
+    """Return the memory costs of a drafter: by rings if it has a window, else per target page.
 
     Args:
       config: the drafter.

@@ -55,14 +55,14 @@ _NOT_OURS = {
 }
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "JAXDRAFT_CONTINUES_HERE "
-"""Written behind the message to continue. A template that trims takes its blank away."""
+"""Mark after the message to continue. A template that trims takes its blank away."""
 
 
 # -------------------------------------------------------------------------------------------- files
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object that a file holds; an empty one for a file that is not there.
+    """Return the object that a file holds; an empty one for a file that is not there.
 
     Raises:
       ValueError: it is not a JSON object.
@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens of a tokenizer by name.
+    """Return the special tokens of a tokenizer by name.
 
     Each is a string or an object with its ``content``. ``special_tokens_map.json`` of older files
     goes before a configuration that lists no added tokens.
@@ -110,7 +110,7 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> Templates | None:
-    """Returns the chat templates that lie beside a tokenizer.
+    """Return the chat templates that lie beside a tokenizer.
 
     ``chat_template.jinja`` is the default and ``additional_chat_templates/NAME.jinja`` one by name.
     Without such files the configuration's are taken, and without those ``chat_template.json``.
@@ -168,7 +168,7 @@ def render(
     chat_template: str | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """Returns a conversation as a string; see :meth:`jaxdraft.text.Text.render`."""
+    """Return a conversation as a string; see :meth:`jaxdraft.text.Text.render`."""
     template = _choose(templates, chat_template, tools, source)
     if foreign := sorted(set(variables) & set(_NOT_OURS)):
         instead = "; ".join(f"{name}: use {_NOT_OURS[name]}" for name in foreign)
@@ -199,7 +199,7 @@ def render(
 def _choose(
     templates: Templates | None, name: str | None, tools: Sequence[Any] | None, source: str
 ) -> str:
-    """Returns the template of a name, the template itself, or the one for tools or for all."""
+    """Return the template of a name, the template itself, or the one for tools or for all."""
     named = templates if isinstance(templates, Mapping) else {}
     if name is not None:
         return named.get(name, name)
@@ -218,7 +218,7 @@ def _choose(
 
 
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns messages as plain data, without entries that are None."""
+    """Return messages as plain data, without entries that are None."""
     messages = getattr(messages, "messages", messages)
     chat = [_plain(m) for m in messages]
     if not chat:
@@ -236,7 +236,7 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON types; anything else as the name of its type."""
+    """Return a value as JSON types; anything else as the name of its type."""
     if isinstance(value, np.generic):
         return _plain(value.item())
     if value is None or isinstance(value, bool):
@@ -260,7 +260,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mark(chat: list[dict[str, Any]], field: bool | str, template: str) -> str:
-    """Puts the mark behind the text to continue, and returns that text."""
+    """Put the mark after the text to continue, and return that text."""
     name = field if isinstance(field, str) else "content"
     message = chat[-1]
     final = message.get(name)
@@ -283,7 +283,7 @@ def _mark(chat: list[dict[str, Any]], field: bool | str, template: str) -> str:
 
 
 def _continued(shown: str, final: str) -> str:
-    """Returns a rendered conversation up to the mark."""
+    """Return a rendered conversation up to the mark."""
     mark = _MARK.strip()
     if final.strip() not in shown or mark not in shown:
         raise ValueError(
@@ -364,7 +364,7 @@ def _tojson(
 
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    """Compiles a template in a sandbox: it reads and changes nothing but the values it is given."""
+    """Compile a template in a sandbox, with access only to the values passed to it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -1,7 +1,7 @@
-"""Small models and checks for tests, ours and yours.
+"""Small models and checks for the tests of this package and for your own.
 
-A drafter of your own is lossless if :func:`assert_lossless` says so; :class:`TableTarget` makes
-that cheap, and :class:`ScriptedDrafter` shows every mixture of right and wrong drafts.
+:func:`assert_lossless` checks your own drafter. :class:`TableTarget` makes that cheap, and
+:class:`ScriptedDrafter` gives every mixture of right and wrong drafts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from jaxdraft.state.paged import PagedPool
 
 @struct.dataclass
 class TableState:
-    """What a :class:`TableTarget` remembers."""
+    """State of a :class:`TableTarget`."""
 
     length: jax.Array  # [B] int32
     last: jax.Array  # [B] int32, the last committed token
@@ -69,12 +69,12 @@ class TableTarget(TargetDefaults):
 
     @classmethod
     def random(cls, key: jax.Array, vocab_size: int = 16, *, rows: int = 97) -> TableTarget:
-        """A table of independent normal logits."""
+        """Return a table of independent normal logits."""
         return cls(jax.random.normal(key, (rows, vocab_size), jnp.float32))
 
     @classmethod
     def counting(cls, vocab_size: int = 16) -> TableTarget:
-        """Always says ``(token + 1) % V``."""
+        """Return a target whose best next token is always ``(token + 1) % V``."""
         following = (np.arange(31 * vocab_size) + 1) % vocab_size
         table = np.zeros((31 * vocab_size, vocab_size), np.float32)
         # Rows are (31 * previous + token) mod 31 V; with previous dropped that is token mod 31.
@@ -127,19 +127,19 @@ class TableTarget(TargetDefaults):
 
 
 class Stateless(DrafterDefaults):
-    """What a drafter that remembers nothing has in common with others of its kind.
+    """Base class of drafters without a state.
 
-    A subclass adds ``draft_tokens`` and ``propose``, and is a :class:`jaxdraft.base.Drafter`: all
-    that it knows of a row is in the feed.
+    A subclass adds ``draft_tokens`` and ``propose``, and is a :class:`jaxdraft.base.Drafter`: its
+    only input is the feed.
     """
 
     def init(self, batch: int, capacity: int) -> Any:
-        """Nothing to remember."""
+        """Return an empty state."""
         del batch, capacity
         return ()
 
     def ingest(self, state: Any, feed: Feed) -> Any:
-        """Nothing to take in."""
+        """Ignore committed rows."""
         del feed
         return state
 
@@ -156,7 +156,7 @@ class TableDrafter(Stateless):
 
     @classmethod
     def random(cls, key: jax.Array, vocab_size: int, draft_tokens: int = 4) -> TableDrafter:
-        """Independent uniform drafts."""
+        """Return a table of independent uniform drafts."""
         shape = (vocab_size, draft_tokens)
         return cls(jax.random.randint(key, shape, 0, vocab_size, jnp.int32))
 
@@ -166,7 +166,7 @@ class TableDrafter(Stateless):
         return self.table.shape[1]
 
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """The row of the anchor."""
+        """Propose the row of the anchor."""
         return state, *propose_tokens(self.table[feed.anchor], feed)
 
 
@@ -174,8 +174,8 @@ class TableDrafter(Stateless):
 class LatticeDrafter(Stateless):
     """A lattice from a table, by the anchor alone: for everything that walks or draws.
 
-    ``candidates`` [V, K, C] and ``scores`` [V, K, C, C]; the first row of ``scores[v, 0]`` stands
-    for all of them.
+    ``candidates`` [V, K, C] and ``scores`` [V, K, C, C]; the first row of ``scores[v, 0]`` is
+    used for all of them.
     """
 
     candidates: jax.Array
@@ -185,7 +185,7 @@ class LatticeDrafter(Stateless):
     def random(
         cls, key: jax.Array, vocab_size: int, draft_tokens: int = 3, candidates: int = 3
     ) -> LatticeDrafter:
-        """Distinct random candidates, independent normal scores."""
+        """Return distinct random candidates with independent normal scores."""
         first, second = jax.random.split(key)
         shape = (vocab_size, draft_tokens, candidates)
         order = jax.random.uniform(first, (*shape[:2], vocab_size), jnp.float32)
@@ -198,7 +198,7 @@ class LatticeDrafter(Stateless):
         return self.candidates.shape[1]
 
     def lattice(self, anchor: jax.Array) -> Lattice:
-        """The candidates and scores after ``anchor`` [B]."""
+        """Return the candidates and scores after ``anchor`` [B]."""
         scores = self.scores[anchor]
         return Lattice(self.candidates[anchor], scores.at[:, 0].set(scores[:, 0, :1]))
 
@@ -232,7 +232,7 @@ class ScriptedDrafter(Stateless):
         return self.width
 
     def propose(self, state: Any, feed: Feed) -> tuple[Any, Proposal, DraftInfo]:
-        """The script from the position after the anchor on."""
+        """Propose the script from the position after the anchor on."""
         anchor = feed.first_position + feed.count
         index = anchor[:, None] + 1 + jnp.arange(self.width, dtype=jnp.int32)[None]
         token = jnp.take_along_axis(self.truth, index, axis=1, mode="clip")
@@ -271,7 +271,7 @@ def tiny_target_config(**changes: Any) -> TargetConfig:
 
 
 def tiny_target(seed: int = 0, dtype: Any = jnp.float32, **changes: Any) -> DecoderTarget:
-    """A random decoder of :func:`tiny_target_config`."""
+    """Return a random decoder of :func:`tiny_target_config`."""
     config = tiny_target_config(**changes)
     return DecoderTarget.of(Decoder(config, dtype=dtype, rngs=nnx.Rngs(seed)))
 
@@ -327,7 +327,7 @@ def tiny_mtp(
     draft_tokens: int = 3,
     **changes: Any,
 ) -> MtpDrafter:
-    """A random multi-token-prediction head for ``target``."""
+    """Return a random multi-token-prediction head for ``target``."""
     t = target.config
     fields: dict[str, Any] = dict(
         vocab_size=t.vocab_size,
@@ -356,14 +356,14 @@ def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> M
 
 
 def _shared(target: DecoderTarget) -> tuple[jax.Array, jax.Array]:
-    """Embedding and head, [V, D] each, that a drafter shares with its target."""
+    """Return embedding and head, [V, D] each, that a drafter shares with its target."""
     params = target.decoder.params
     embedding = params["embed"]["weight"]
     return embedding, embedding if target.config.tied else params["head"]["weight"]
 
 
 def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any) -> None:
-    """Greedy tokens with ``drafter`` equal those without, and the counters add up.
+    """Check that greedy tokens are the same without ``drafter`` and that the counters add up.
 
     Args:
       model: a model.
@@ -392,7 +392,7 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
 
 
 def check_stats(stats: Any) -> None:
-    """``0 <= accepted <= evaluated <= proposed``; by position they never rise."""
+    """Check ``0 <= accepted <= evaluated <= proposed``; by position they never rise."""
     accepted, evaluated = np.asarray(stats.accepted), np.asarray(stats.evaluated)
     proposed = np.asarray(stats.proposed)
     assert (accepted >= 0).all() and (accepted <= evaluated).all(), (accepted, evaluated)
@@ -402,7 +402,7 @@ def check_stats(stats: Any) -> None:
 
 
 def check_pool(pool: PagedPool) -> None:
-    """The laws of a pool: free + owned = all pages, and no page has two owners."""
+    """Check a pool: free + owned = all pages, and no page has two owners."""
     free = np.asarray(pool.free)[: int(pool.free_count)].tolist()
     owned = np.asarray(pool.table)
     owned = owned[owned < pool.pages].tolist()
