@@ -1,7 +1,7 @@
-"""``config.json`` of a target and of a block drafter: descriptions -> what the file says.
+"""``config.json`` of a target and of a block drafter: descriptions -> contents of the file.
 
-What a layout cannot say is a ``ValueError`` here, before anything is written. The other direction
-is :mod:`convert.checkpoint.config`.
+Settings that a layout cannot express raise ``ValueError`` here, before anything is written.
+The other direction is :mod:`convert.checkpoint.config`.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ def target_json(
       dtype: name of the dtype to compute in.
       mtp: description of the multi-token-prediction head stored with it, if one is.
       stop_ids: tokens that end a sequence.
-      int4: the matrices are stored in four bits.
+      int4: whether the matrices are stored in four bits.
 
     Raises:
-      ValueError: the family cannot say what ``config`` says.
+      ValueError: if the family cannot express ``config``.
     """
     a = config.softmax[0]
     check_target(config, family, rope, mtp)
@@ -173,7 +173,7 @@ def target_json(
         "mtp_num_hidden_layers": 0 if mtp is None else 1,
         "mtp_use_dedicated_embeddings": False,
     }
-    last = config.vocab_size - 1  # four ids that the class asks for and text never uses
+    last = config.vocab_size - 1  # four ids required by the class, unused in text
     return {
         "architectures": [family.architecture],
         "dtype": dtype,
@@ -201,8 +201,8 @@ def generation_json(stop_ids: tuple[int, ...]) -> Json:
 def quantization_json(bits: int, ignore: Sequence[str] = ()) -> Json:
     """``quantization_config`` of matrices in eight bits or four; activations stay floats.
 
-    Source: compressed-tensors. Eight bits have a scale a row (``int-quantized``), four one for each
-    :data:`jaxdraft.checkpoint.forms.INT4_GROUP` inputs (``pack-quantized``).
+    Source: compressed-tensors. Eight bits use a scale per row (``int-quantized``), four one for
+    each :data:`jaxdraft.checkpoint.forms.INT4_GROUP` inputs (``pack-quantized``).
 
     Args:
       bits: 8 or 4.
@@ -246,7 +246,7 @@ def block_json(
       bits: in which the matrices are stored, 8 or 4; None: as floats.
 
     Raises:
-      ValueError: the layout cannot say what ``config`` says.
+      ValueError: if the layout cannot express ``config``.
     """
     a = config.attention
     check_block(config, taps, rope)
@@ -297,7 +297,7 @@ def block_json(
 
 
 def check_target(config: TargetConfig, family: Family, rope: Rope, mtp: MtpConfig | None) -> None:
-    """Refuse what ``config.json`` of this family has no words for, or has one word for two."""
+    """Raise for settings that ``config.json`` of this family cannot express unambiguously."""
     what = f"a {family.model_type} checkpoint"
     a = config.softmax[0]
     for kind in dict.fromkeys(config.layers):
@@ -322,7 +322,7 @@ def check_target(config: TargetConfig, family: Family, rope: Rope, mtp: MtpConfi
 
 
 def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -> None:
-    """Refuse what ``config.json`` of a block drafter has no words for."""
+    """Raise for settings that ``config.json`` of a block drafter cannot express."""
     a, what = config.attention, f"a {config.kind} checkpoint"
     _attention_says(a, config.norm_eps, what, gated=False, qk_norm=True)
     _says(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)

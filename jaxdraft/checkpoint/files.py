@@ -38,9 +38,9 @@ def write_tensors(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int)
     """Write ``model.safetensors``, or numbered shards and their index.
 
     Args:
-      folder: exists.
-      tensors: in the order in which shards are filled.
-      max_shard_bytes: of a file, and of what is held in memory at once. A single tensor may be
+      folder: an existing folder.
+      tensors: tensors in the order in which shards are filled.
+      max_shard_bytes: maximum bytes per file, and in memory at once. A single tensor may be
         larger.
     """
     from safetensors.numpy import save_file

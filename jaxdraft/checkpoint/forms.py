@@ -51,7 +51,7 @@ def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
     Args:
       values: any shape, any float dtype.
       form: not ``ZERO``.
-      dtype: of what is stored.
+      dtype: type of the stored tensors.
 
     Raises:
       ValueError: a decay scale is not negative.
@@ -94,28 +94,28 @@ def difference(values: Array, stored: Array, form: Form) -> float:
 
 
 def to_int8(matrix: Array, scale_dtype: np.dtype) -> tuple[Array, Array]:
-    """A matrix [out, in] in eight bits: ``matrix ~ values * scale``.
+    """Round a matrix [out, in] to eight bits: ``matrix ~ values * scale``.
 
-    Symmetric, one scale a row: a row's largest number becomes 127 or -127, an error is half a scale
-    at most. Source: compressed-tensors' format ``int-quantized``, strategy ``channel``.
+    Symmetric, one scale per row: a row's largest number becomes 127 or -127, and an error is at
+    most half a scale. Source: compressed-tensors' format ``int-quantized``, strategy ``channel``.
 
     Example: the row [0.5, -1.27] has scale 0.01 and the values [50, -127].
 
     Args:
-      matrix: any float dtype.
-      scale_dtype: of the scales. Values are rounded with the scale as it is stored.
+      matrix: a matrix of any float dtype.
+      scale_dtype: type of the scales. Values are rounded with the scale as it is stored.
 
     Returns:
       int8 [out, in], and scales [out, 1].
     """
     wide = matrix.astype(np.float32)
     scale = (np.abs(wide).max(axis=1, keepdims=True) / 127).astype(scale_dtype)
-    step = np.where(scale == 0, 1, scale.astype(np.float32))  # a row of zeros stays one
+    step = np.where(scale == 0, 1, scale.astype(np.float32))  # a row of zeros stays zero
     return np.clip(np.rint(wide / step), -127, 127).astype(np.int8), scale
 
 
 def from_int8(values: Array, scale: Array) -> Array:
-    """What :func:`to_int8` stands for, float32. One scale for all, or one a row."""
+    """Return the float32 matrix of :func:`to_int8`. One scale for all, or one per row."""
     return values.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
 
 
@@ -124,10 +124,10 @@ INT4_GROUP = 64
 
 
 def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
-    """A matrix [out, in] in four bits: ``matrix ~ values * scale``, a scale for ``group`` inputs.
+    """Round a matrix [out, in] to four bits: ``matrix ~ values * scale``, a scale per group.
 
-    Symmetric: the largest number of a group becomes 7 or -7, and -8 is not used, so that what was
-    stored once is stored the same again. Scales are bfloat16. Source: compressed-tensors' format
+    Symmetric: the largest number of a group becomes 7 or -7, and -8 is not used, so that a
+    stored matrix is stored the same again. Scales are bfloat16. Source: compressed-tensors' format
     ``pack-quantized``, strategy ``group``.
 
     Example, groups of two: the row [0.5, -1.75, 0, 0] has the scales [0.25, 0] and the values
@@ -135,13 +135,13 @@ def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
 
     Args:
       matrix: float32, of numpy or of jax; the result is of the same library.
-      group: divides ``in``.
+      group: number of inputs per scale, a divisor of ``in``.
 
     Returns:
       int8 [out, in] in -7..7, and bfloat16 scales [out, in / group].
 
     Raises:
-      ValueError: the rows do not divide into groups.
+      ValueError: if the rows do not divide into groups.
     """
     rows, columns = matrix.shape
     if columns % group:
@@ -155,11 +155,11 @@ def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
 
 
 def from_int4(values: Any, scale: Any) -> Any:
-    """What :func:`to_int4` stands for: ``values * scale``, exact in float32.
+    """Return the matrix of :func:`to_int4`: ``values * scale``, exact in float32.
 
     Args:
       values: int8 [out, in], of numpy or of jax.
-      scale: [out, in / group], of the same library; the group is what their shapes say.
+      scale: [out, in / group], of the same library; the group follows from the shapes.
 
     Returns:
       float32 [out, in], of the same library.

@@ -1,12 +1,12 @@
-"""Which tensors of a checkpoint make which parameter of a module. One table for both directions.
+"""Map between the tensors of a checkpoint and the parameters of a module, in one table.
 
-A parameter is one or more stored tensors one after another in memory: our modules fuse what shares
-an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoints do not. Three
-kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
+A parameter is one or more stored tensors one after another in memory: our modules fuse tensors that
+share an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoints do not.
+Three kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
 tables are not stored at all: :mod:`jaxdraft.checkpoint.rotary`.
 
 Matrices may be stored in eight bits, with a tensor of scales beside each, or in four, where three
-tensors take the place of one: :func:`is_matrix` says which. Embeddings, heads and the codebooks of
+tensors replace one; see :func:`is_matrix`. Embeddings, heads and the codebooks of
 pair scores are tables, not matrices.
 
 Source: the state dictionaries of transformers' ``qwen3_5``, ``qwen3_5_moe``, ``qwen3`` and
@@ -92,7 +92,7 @@ class Family:
       offset_norms: norms store their weight minus 1.
       gated: queries carry a gate.
       qk_norm: queries and keys are normed.
-      composite: the text model is a part of a model with a vision tower: its settings stand in
+      composite: the text model is a part of a model with a vision tower: its settings are in
         ``text_config``, its tensors under ``model.language_model``.
       kinds: of layers, and how ``layer_types`` spells them.
     """

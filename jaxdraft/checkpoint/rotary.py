@@ -20,7 +20,7 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """What ``rope_parameters`` says.
+    """Contents of ``rope_parameters``.
 
     Attributes:
       theta: base of the frequencies ``theta**(-2 i / rotary_dim)``.

@@ -56,7 +56,7 @@ from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.nn.linear import BlockedLinear
 
 MAX_SHARD_BYTES = 4 << 30
-"""Bytes of tensors in one file, and what saving holds in host memory at once."""
+"""Bytes of tensors per file, and bytes that saving holds in host memory at once."""
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -117,17 +117,17 @@ def save(
 
     Args:
       model: the target, with the drafter it has.
-      folder: to make.
-      drafters: further drafters of the same target, one of a kind.
-      dtype: of the stored tensors. Default: that of each array; what is stored shifted or as a
-        logarithm (Qwen3.5's norms, ``A_log``) is float32 then.
-      compute_dtype: what ``config.json`` names: runtimes, and :func:`jaxdraft.load` too, widen or
-        round the stored tensors to it unless they are told otherwise. Default: the stored dtype.
+      folder: the folder to create.
+      drafters: further drafters of the same target, one of each kind.
+      dtype: type of the stored tensors. Default: that of each array; tensors stored shifted or as
+        a logarithm (Qwen3.5's norms, ``A_log``) are then float32.
+      compute_dtype: type named in ``config.json``. Runtimes, and :func:`jaxdraft.load` too, widen
+        or round the stored tensors to it unless set otherwise. Default: the stored dtype.
       tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
       rope: rotary embedding of a folder ("target", "dflash2", "dspark"). Default: the plain one,
         whose base is found from the tables.
       stop_ids: tokens that end a sequence. Default: the model's.
-      int8: store the matrices of block drafters in eight bits, one scale a row, as
+      int8: store the matrices of block drafters in eight bits, one scale per row, as
         compressed-tensors does (``int-quantized``). Drafts change a little, and nothing else can:
         the target verifies them.
       int4: store the matrices of the target, of its multi-token-prediction head and of block
@@ -139,12 +139,12 @@ def save(
       max_shard_bytes: bytes of tensors in one file.
 
     Returns:
-      What was written, and what was rounded.
+      Record of the written folders and of the rounding.
 
     Raises:
-      ValueError: the layouts cannot say what the model is, a drafter is not this target's, the
-        arguments make no sense, or a matrix to be stored in few bits is not finite.
-      FileExistsError: ``folder`` exists, and may not be replaced.
+      ValueError: if the layouts cannot express the model, a drafter belongs to another target, the
+        arguments are inconsistent, or a matrix to be stored in few bits is not finite.
+      FileExistsError: if ``folder`` exists and may not be replaced.
     """
     folder = Path(folder)
     stored = None if dtype is None else float_dtype(dtype)
@@ -417,7 +417,7 @@ def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndar
 
 
 def _rows_of(head: Any, drafter: BlockDrafter | MtpDrafter) -> Any:
-    """Of the target's head, what the drafter should have."""
+    """Return the rows of the target's head that the drafter should have."""
     if isinstance(drafter, MtpDrafter):
         return head
     return draft_head(drafter.backbone, head, drafter.config)
