@@ -148,7 +148,7 @@ def fits(rope: Rope, cos: Array, sin: Array) -> bool:
     position.
     """
     positions, half = cos.shape
-    # A float16 artifact's tables are float32 in the module, and know no more than float16 does.
+    # A float16 artifact's tables are float32 in the module, with only float16 precision.
     eps = next(_EPS[t] for t in _EPS if all(np.array_equal(x, x.astype(t)) for x in (cos, sin)))
     tolerance = 2 * eps + np.arange(positions)[:, None] * 2.0**-22
     tables = rope.tables(positions, 2 * half)
@@ -162,16 +162,16 @@ def fits(rope: Rope, cos: Array, sin: Array) -> bool:
 def recover(cos: Array, sin: Array) -> Rope | None:
     """The plain :class:`Rope` that made the tables, or None if none did.
 
-    One frequency gives theta, to as many digits as the table knows; of the decimals near it the
-    shortest that fits every entry is taken, since people write 10000 and 500000.
+    One frequency gives theta, to the precision of the table. Of the decimals near it, the
+    shortest that fits every entry is taken, since typical values are 10000 and 500000.
     """
     positions, half = cos.shape
     if half == 1 or positions == 1:  # the only frequency is 1, or only position 0 is known
         plain = Rope(theta=10000.0)
         return plain if fits(plain, cos, sin) else None
-    channel = max(1, round(half / 12))  # theta**-x knows theta best at x = 1 / log(theta)
+    channel = max(1, round(half / 12))  # theta**-x is most sensitive at x = 1 / log(theta)
     turn, position = 0.0, 1
-    while position < positions:  # each angle is known up to whole turns, which the last one tells
+    while position < positions:  # the last angle gives the whole turns of the next
         angle = math.atan2(float(sin[position, channel]), float(cos[position, channel]))
         turns = round((position * turn - angle) / (2 * math.pi))
         turn = (angle + 2 * math.pi * turns) / position

@@ -1,7 +1,7 @@
 """Many blocks of one sequence at once, under the mask that drafting sees.
 
-A block with its anchor at position p knows what a drafter knows that has ingested p rows: auxiliary
-states of positions below p, the anchor's embedding, and masks. The context path runs once a
+A block with its anchor at position p has the inputs of a drafter after p rows: auxiliary
+states of positions below p, the anchor's embedding, and masks. The context path runs once per
 sequence; every block then reads its keys through :meth:`BlockBackbone.block`, the very function
 that drafts, with its own view of which of them exist. No block sees another.
 """

@@ -62,14 +62,14 @@ def continue_prompts(
     *,
     new_tokens: int,
 ) -> jax.Array:
-    """What the target itself goes on with: the text that drafters will meet.
+    """Return the target's own continuations: the text that drafters will be used on.
 
     Args:
       target: any target.
       prompts: [B, P] int32, every row full.
       temperature: [B] float32; zero is greedy.
       key: consumed.
-      new_tokens: N. No stop ends a row.
+      new_tokens: N, number of new tokens. No stop ends a row.
 
     Returns:
       [B, P + N] int32, the prompts included.
@@ -116,7 +116,7 @@ class FeatureCache:
     Attributes:
       tokens: [S, T] int32.
       greedy: [S] bool, as in :class:`Continuations`.
-      prompt: [S] int32, tokens that the target did not choose itself.
+      prompt: [S] int32, number of tokens that the target did not choose.
       aux: [S, T, A].
       hidden: [S, T, D].
     """
@@ -196,13 +196,13 @@ class DraftBatches:
     """Sequences of a cache with anchors inside them, the same mixture in every batch.
 
     Attributes:
-      cache: features.
-      batch: sequences of a batch, B.
-      greedy: how many of them are greedy continuations.
-      anchors: blocks of a sequence, n.
-      drafts: K; an anchor leaves room for as many tokens after it. None stands before the last
-        token of its sequence's prompt: all labels are the target's own.
-      seed: of sequences and anchors.
+      cache: the features.
+      batch: B, sequences per batch.
+      greedy: number of greedy continuations among them.
+      anchors: n, blocks per sequence.
+      drafts: K; an anchor leaves room for K tokens after it. No anchor precedes the last token of
+        its sequence's prompt, so all labels are the target's own.
+      seed: seed for the choice of sequences and anchors.
       aux: whether batches carry the auxiliary states.
     """
 

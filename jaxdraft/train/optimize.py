@@ -59,9 +59,9 @@ def optimizer(
     weight_decay: float = 0.0,
     clip: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest, after clipping the whole gradient's norm.
+    """Return Muon for matrices, Adam for the rest, after clipping the whole gradient's norm.
 
-    Rates are those at the top of a schedule; a step scales its update by where the schedule stands.
+    Rates are the maxima of a schedule; a step scales its update by the schedule's current value.
 
     Args:
       kinds: from :func:`labels`.
@@ -107,13 +107,13 @@ def make_step(
     *,
     rounding: Callable[[Any], Any] | None = None,
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
-    """A compiled training step. It donates the state.
+    """Return a compiled training step. It donates the state.
 
     Args:
       frozen: the module's structure; its arrays come from the state.
       loss: function to minimise.
       transform: from :func:`optimizer`, or any other of optax.
-      rounding: parameters -> what the loss sees in their place, such as
+      rounding: function from parameters to their values in the loss, such as
         :func:`jaxdraft.train.rounding.round_to_int4`. Gradients pass it as if it were not there
         (Bengio, Leonard, Courville, arXiv:1308.3432: the straight-through estimator); the state
         keeps the parameters as they are.

@@ -20,13 +20,13 @@ from jaxdraft.train.optimize import Labels
 
 
 def round_to_int4(params: Any, kinds: Labels) -> Any:
-    """Round matrices to what four bits and a scale for 64 inputs can say, and keep their dtype.
+    """Round matrices to four bits with a scale for every 64 inputs, and keep their dtype.
 
     Source: :func:`jaxdraft.checkpoint.forms.to_int4`, by which they are stored.
 
     Args:
       params: as in :class:`jaxdraft.nn.linear.Frozen`; matrices are [out, in].
-      kinds: of :func:`jaxdraft.train.optimize.labels`; what is no "matrix" stays as it is.
+      kinds: result of :func:`jaxdraft.train.optimize.labels`; only a "matrix" is rounded.
 
     Raises:
       ValueError: the inputs of a matrix are no multiple of 64.
@@ -41,7 +41,7 @@ def round_to_int4(params: Any, kinds: Labels) -> Any:
 
 
 def round_to_bfloat16(frozen: Frozen, *, shifted_norms: bool) -> Frozen:
-    """Round what a checkpoint stores to bfloat16, and keep the arrays' dtype.
+    """Round the stored form of parameters to bfloat16, and keep the arrays' dtype.
 
     A checkpoint does not store every array as it is used: a decay is ``-exp(A_log)``, and the
     RMSNorms of Qwen3.5 store ``weight - 1``. There the stored number is rounded. Constants stay.
@@ -70,12 +70,12 @@ def round_to_bfloat16(frozen: Frozen, *, shifted_norms: bool) -> Frozen:
 
 
 def round_as_stored(frozen: Frozen, kinds: Labels, *, shifted_norms: bool) -> Frozen:
-    """Round what ``checkpoint.save(int4=True, dtype="bfloat16")`` stores, so that it loses nothing.
+    """Round so that ``checkpoint.save(int4=True, dtype="bfloat16")`` loses nothing.
 
     Args:
       frozen: a module.
-      kinds: of :func:`jaxdraft.train.optimize.labels`. A "matrix" becomes what
-        :func:`round_to_int4` makes of it, everything else what :func:`round_to_bfloat16` does.
+      kinds: result of :func:`jaxdraft.train.optimize.labels`. A "matrix" is rounded by
+        :func:`round_to_int4`, everything else by :func:`round_to_bfloat16`.
       shifted_norms: as in :func:`round_to_bfloat16`.
 
     Raises:
