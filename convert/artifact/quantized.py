@@ -51,12 +51,12 @@ class Blocks:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row when every block is stored whole."""
+        """Bytes per row when every block is stored whole."""
         return self.count * self.block * self.bits // 8
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes of a row's packed zero points; the last byte may be part padding."""
+        """Bytes per row's packed zero points; the last byte may be part padding."""
         return -(-self.count * self.bits // 8)
 
 

@@ -342,7 +342,7 @@ class _TargetReader:
             equal(f"state_groups {kind}.layer_ids", ids, layers)
 
     def _compare_windows(self, target: TargetConfig, bounded: list[int]) -> None:
-        """The configuration bounds the caches of the layers that the graph bounds, and no other."""
+        """Check that the configuration and the graph bound the caches of the same layers."""
         section, where = self.decoder.sliding, "model.decoder.sliding_window"
         listed = list(section.layers) if section else []
         if listed != bounded:

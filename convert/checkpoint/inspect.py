@@ -50,7 +50,7 @@ def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) ->
 def _stored_part(
     plan: CheckpointPlan, part: str, home: PartFolder, tensors: Iterable[Tensor]
 ) -> PartReport:
-    """A part whose configuration and tensors are as they should be."""
+    """Return the report of a part whose configuration and tensors are as they should be."""
     shell, inside = plan.shells[part], home.folder == plan.folder
     config = plan.config if part == "target" else plan.drafter
     assert plan.target is not None
