@@ -56,7 +56,7 @@ class Blocks:
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes per row's packed zero points; the last byte may be part padding."""
+        """Bytes of packed zero points per row; the last byte may be part padding."""
         return -(-self.count * self.bits // 8)
 
 
