@@ -54,7 +54,7 @@ DrafterOption = Annotated[
     ),
 ]
 DraftTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Drafts a round; default: the drafter's own.")
+    int | None, typer.Option(min=1, help="Drafts per round; default: the drafter's own.")
 ]
 BlockedOption = Annotated[
     bool,
@@ -76,7 +76,7 @@ def inspect(
     folder: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     memory: Annotated[
-        str | None, typer.Option(help='Bytes or "12GiB": also say what fits in so much memory.')
+        str | None, typer.Option(help='Bytes or "12GiB": also show what fits into it.')
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(help="Rows at once; default: the artifact's, else 8.")
@@ -132,7 +132,9 @@ def generate_command(
     max_new_tokens: TokensOption = 128,
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
-    draft_limit: Annotated[int | None, typer.Option(min=0, help="The most drafts a round.")] = None,
+    draft_limit: Annotated[
+        int | None, typer.Option(min=0, help="The most drafts per round.")
+    ] = None,
     blocked: BlockedOption = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
     dtype: DTypeOption = None,
@@ -338,7 +340,7 @@ def _compare(
 
 
 def _speed_table(rows: list[Timed]) -> Table:
-    table = Table("drafter", "tokens/s", "speed-up", "tokens a round", "compile s")
+    table = Table("drafter", "tokens/s", "speed-up", "tokens per round", "compile s")
     base = rows[0].tokens_per_second
     for row in rows:
         per_round = row.summary.tokens_per_round

@@ -115,7 +115,7 @@ class Summary:
         """Return the summary as lines of text."""
         said = [
             f"{self.emitted} tokens in {self.rounds} rounds"
-            + (f", {self.tokens_per_round:.2f} tokens a round" if self.rounds else ""),
+            + (f", {self.tokens_per_round:.2f} tokens per round" if self.rounds else ""),
             f"{self.target_forwards} target forwards, {self.drafter_forwards} drafter forwards",
         ]
         if self.evaluated:

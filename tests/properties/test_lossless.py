@@ -124,7 +124,7 @@ def test_accepted_counts_follow_the_script(seed: int) -> None:
 
 
 def test_full_acceptance_gives_the_bonus_token() -> None:
-    """K right drafts emit K + 1 tokens a round; one wrong at the end emits K."""
+    """K right drafts emit K + 1 tokens per round; one wrong at the end emits K."""
     model, prompt = table_model(0), [1, 2]
     right = np.ones((1, 48), bool)
     out = generate(model, [prompt], max_new_tokens=11, drafter=script(model, [prompt], right))
