@@ -39,7 +39,7 @@ def block_features(
     count = anchors.shape[1]
     positions = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32)[None], (batch, steps))
     keys, values = backbone.context(aux, positions)
-    first = anchors.reshape(-1)
+    first = anchors.reshape(-1).astype(jnp.int32)
     # A window of w positions ends at the query; from the anchor on none reaches further back.
     reach = min(config.attention.window, steps) if config.windowed else steps
     at = jnp.arange(steps, dtype=jnp.int32)[None]

@@ -88,6 +88,8 @@ def _continue(
 ) -> jax.Array:
     batch, size = prompts.shape
     one = jnp.ones((batch,), jnp.int32)
+    prompts = prompts.astype(jnp.int32)
+    temperature = jnp.asarray(temperature, jnp.float32)
     drawn, heat = temperature > 0, jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
     def choose(logits: jax.Array, key: jax.Array) -> jax.Array:

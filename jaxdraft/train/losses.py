@@ -29,12 +29,19 @@ def soft_cross_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
     return -jnp.sum(probs * jax.nn.log_softmax(logits, axis=-1), axis=-1)
 
 
+def _in_32_bits(x: jax.Array) -> jax.Array:
+    """Return wide numbers, which arrays have by default under ``jax_enable_x64``, in 32 bits."""
+    narrow = {"int64": jnp.int32, "float64": jnp.float32}.get(str(x.dtype))
+    return x if narrow is None else x.astype(narrow)
+
+
 def language_loss(decoder: Decoder, tokens: jax.Array) -> tuple[jax.Array, Metrics]:
     """Return mean nats per token of sequences [B, 1 + T] int32, and metrics."""
     rows = decoder_rows(decoder, tokens[:, :-1])
     logits = head_logits(rows.hidden, decoder.head_weight)
     nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
-    right = jnp.argmax(lax.stop_gradient(logits), axis=-1) == tokens[:, 1:]
+    best = jnp.argmax(lax.stop_gradient(logits), axis=-1).astype(tokens.dtype)
+    right = best == tokens[:, 1:]
     return nats, {"nats": nats, "right": jnp.mean(right.astype(jnp.float32))}
 
 
@@ -95,6 +102,7 @@ class DraftLoss:
         self, module: BlockBackbone | Mtp, batch: Continuations
     ) -> tuple[jax.Array, Metrics]:
         """Return the loss [] and metrics, see :func:`acceptance`."""
+        batch = jax.tree.map(_in_32_bits, batch)
         return self.chain(module, batch) if isinstance(module, Mtp) else self.block(module, batch)
 
     def block(self, backbone: BlockBackbone, batch: Continuations) -> tuple[jax.Array, Metrics]:
@@ -167,7 +175,7 @@ class DraftLoss:
         overlap = self._overlap(logits, teacher, teacher)
         total = self.head_weight * nats
         total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
-        right = _best(logits)[..., 0] == labels
+        right = _best(logits)[..., 0].astype(jnp.int32) == labels
         return self._weighted(total), {
             "nats": self._weighted(nats),
             **acceptance(batch.greedy, right, overlap),
@@ -233,7 +241,10 @@ def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metri
       NaN where a batch has no such sequence.
     """
     metrics = {}
-    kinds = {"greedy": (greedy, right.astype(jnp.float32)), "sampled": (~greedy, overlap)}
+    kinds = {
+        "greedy": (greedy, right.astype(jnp.float32)),
+        "sampled": (~greedy, overlap.astype(jnp.float32)),
+    }
     for name, (of, stands) in kinds.items():
         reached = jnp.cumprod(lax.stop_gradient(stands), axis=-1)
         number = jnp.sum(of.astype(jnp.float32)) * reached.shape[1]

@@ -362,3 +362,12 @@ def test_batches_of_continuations(cache) -> None:
         replace(batches, batch=3, greedy=3)
     with pytest.raises(ValueError, match="20 anchors, each with 4 tokens"):
         replace(batches, anchors=20)
+
+
+def test_the_language_loss_is_the_same_with_64_bit_types(target, batch) -> None:
+    expected = language_loss(target.decoder(), batch.tokens)
+    with jax.enable_x64(True):
+        found = language_loss(target.decoder(), batch.tokens)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=1e-5)
