@@ -32,7 +32,7 @@ from figures import shrink
 
 import jaxdraft
 from jaxdraft import EMBEDDED, AdaptiveDrafter, Drafter, Model, Summary
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402 - after the choice of a backend without a window

@@ -28,10 +28,12 @@ from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kernels import XLA
 from jaxdraft.nn import choice
 from jaxdraft.nn.attention import reaches
-from jaxdraft.nn.decoder import PREFILL_CHUNK, Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.round import Rules
 from jaxdraft.sampling import SamplingRules
+from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import paged
+from jaxdraft.target import DecoderTarget
 
 STOPS = 4
 """Stop ids of a row."""

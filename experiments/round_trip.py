@@ -30,7 +30,7 @@ import jaxdraft
 from jaxdraft import Model
 from jaxdraft.checkpoint import save
 from jaxdraft.config import AttentionConfig, MlpConfig, MoeConfig
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 
 HERE = Path(__file__).resolve().parent

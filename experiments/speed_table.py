@@ -52,11 +52,12 @@ from jaxdraft.config import (
 )
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 
 PUBLISHED = {512: (139.92, 166.40), 2048: (138.59, 155.92), 8192: (111.26, 129.43)}

@@ -44,11 +44,12 @@ from jaxdraft.config import (
 )
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.target import DecoderTarget
 from jaxdraft.train import initialize
 from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, continue_prompts
 from jaxdraft.train.loop import fit

@@ -37,10 +37,10 @@ import jaxdraft
 from jaxdraft import Model, checkpoint
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig
 from jaxdraft.draft.block import BlockDrafter
-from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.ranking import best_token
+from jaxdraft.target import DecoderTarget
 from jaxdraft.train import initialize
 from jaxdraft.train.data import DraftBatches, FeatureCache
 from jaxdraft.train.loop import fit

@@ -22,7 +22,7 @@ from common import interleave, ratios, table, write_result
 from jax import lax
 
 import jaxdraft
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 
 STEPS = 16
 START = 100

@@ -34,7 +34,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 if TYPE_CHECKING:
-    from jaxdraft.state.budget import DrafterCost
+    from jaxdraft.budget import DrafterCost
 
 NO_PAGE = 2**30
 """Page id that means "no page". It lies past every pool, so

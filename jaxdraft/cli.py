@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text as Styled
 
+from jaxdraft.checks import format_bytes
 from jaxdraft.data import EMBEDDED
 from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.load import drafter_kinds, load
@@ -28,7 +29,6 @@ from jaxdraft.model import Model
 from jaxdraft.plan import Plan
 from jaxdraft.plan import plan as make_plan
 from jaxdraft.sampling import Proposals, Sampling
-from jaxdraft.state.budget import format_bytes
 from jaxdraft.telemetry import Summary, summarize
 
 app = typer.Typer(

@@ -22,13 +22,13 @@ from jaxdraft import prompts as given
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import check_batch
 from jaxdraft.prompts import Prompts, host, traced
 from jaxdraft.requests import Options, check
 from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sampling import Sampling
 from jaxdraft.scan import checkpointed_scan
+from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import OutputText, Text

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from jaxdraft.base import Drafter
+from jaxdraft.budget import DrafterCost
 from jaxdraft.config import DrafterConfig, DrafterKind
 from jaxdraft.draft import block, mtp
 from jaxdraft.draft.block import BlockDrafter
@@ -22,7 +23,6 @@ from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
 from jaxdraft.nn.mtp import Mtp
-from jaxdraft.state.budget import DrafterCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

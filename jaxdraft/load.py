@@ -135,7 +135,7 @@ def assemble(
       blocked: see :func:`load`.
     """
     from jaxdraft.kinds import KINDS
-    from jaxdraft.nn.decoder import DecoderTarget
+    from jaxdraft.target import DecoderTarget
 
     decoder = loaded.target
     params = decoder.params

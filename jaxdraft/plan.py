@@ -1,4 +1,4 @@
-"""How much of a model fits in a memory: :mod:`jaxdraft.state.budget` for a model or a folder.
+"""How much of a model fits in a memory: :mod:`jaxdraft.budget` for a model or a folder.
 
 Host code. Nothing is allocated: a folder is read without its weights.
 """
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdraft.base import Drafter, Target, full_drafter
+from jaxdraft.budget import Cache, Costs, DrafterCost, Fixed, Plan, Sliding, divide, recurrent_bytes
+from jaxdraft.checks import format_bytes, parse_memory, whole
 from jaxdraft.config import (
     AttentionConfig,
     LayerKind,
@@ -20,20 +22,8 @@ from jaxdraft.config import (
 from jaxdraft.kinds import drafter_cost
 from jaxdraft.load import inspect
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import PREFILL_CHUNK, DecoderTarget
-from jaxdraft.state.budget import (
-    Cache,
-    Costs,
-    DrafterCost,
-    Fixed,
-    Plan,
-    Sliding,
-    divide,
-    format_bytes,
-    parse_memory,
-    recurrent_bytes,
-    whole,
-)
+from jaxdraft.sizes import PREFILL_CHUNK
+from jaxdraft.target import DecoderTarget
 
 PAGE_SIZE = 256
 """Default number of slots of a page, as in the model builder."""
@@ -69,10 +59,10 @@ def plan(
 
     Returns:
       Every term, the pages, tokens, and rows at full context. The arithmetic is exact;
-      :mod:`jaxdraft.state.budget` lists the items.
+      :mod:`jaxdraft.budget` lists the items.
 
     Raises:
-      ValueError: as for :func:`jaxdraft.state.budget.divide`; a context that the model does not
+      ValueError: as for :func:`jaxdraft.budget.divide`; a context that the model does not
         have; a folder that would not load; a target that is not a decoder of this package; a
         drafter that is not there, or where there is none to choose.
       FileNotFoundError: there is no such folder.

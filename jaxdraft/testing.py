@@ -41,10 +41,11 @@ from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.generate import generate
 from jaxdraft.kinds import block_of
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state.paged import PagedPool
+from jaxdraft.target import DecoderTarget
 
 
 @struct.dataclass

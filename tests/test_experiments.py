@@ -22,8 +22,9 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from jaxdraft import Feed, Model, generate
 from jaxdraft.generate import Trace
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import TableDrafter, TableTarget, tiny_drafter, tiny_target
 from jaxdraft.text import Text
 

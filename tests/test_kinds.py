@@ -17,13 +17,13 @@ from safetensors.numpy import load_file
 
 import jaxdraft
 from jaxdraft import Model, generate
+from jaxdraft.budget import Mirrored, Windowed
 from jaxdraft.checkpoint import save
 from jaxdraft.checkpoint.layout import block_layout
 from jaxdraft.config import DrafterKind
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.kinds import KINDS, Kind, PairTensor, block_of, blocks, kind_of
 from jaxdraft.nn.block_drafter import BlockBackbone
-from jaxdraft.state.budget import Mirrored, Windowed
 from jaxdraft.testing import tiny_drafter, tiny_model, tiny_mtp, tiny_target
 
 

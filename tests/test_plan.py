@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxdraft
+from jaxdraft.budget import Fixed, Mirrored, Windowed
 from jaxdraft.cli import app
 from jaxdraft.draft.block import BlockDrafter
-from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.plan import check_batch, plan, weight_bytes
-from jaxdraft.state.budget import Fixed, Mirrored, Windowed
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.recurrent import Recurrent
 from jaxdraft.state.ring import Ring
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import TableTarget, tiny_model, tiny_target, tiny_target_config
 from tests.paths import ARTIFACTS
 

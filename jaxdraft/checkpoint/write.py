@@ -52,8 +52,8 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kinds import KINDS, blocks, kind_of
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import DecoderTarget
 from jaxdraft.nn.linear import BlockedLinear
+from jaxdraft.target import DecoderTarget
 
 MAX_SHARD_BYTES = 4 << 30
 """Bytes of tensors per file, and bytes that saving holds in host memory at once."""

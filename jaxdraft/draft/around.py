@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdraft.base import Drafter, DrafterDefaults, full_drafter
-from jaxdraft.state.budget import DrafterCost
+from jaxdraft.budget import DrafterCost
 
 
 class Around(DrafterDefaults):

@@ -21,6 +21,8 @@ from jaxdraft.base import (
     Proposal,
     Support,
 )
+from jaxdraft.budget import Cache, DrafterCost, Mirrored, Windowed
+from jaxdraft.checks import whole
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
@@ -28,17 +30,8 @@ from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.ranking import largest_first
+from jaxdraft.sizes import check_slots, page_count, ring_pages
 from jaxdraft.state import paged, ring
-from jaxdraft.state.budget import (
-    Cache,
-    DrafterCost,
-    Mirrored,
-    Windowed,
-    check_slots,
-    page_count,
-    ring_pages,
-    whole,
-)
 from jaxdraft.state.paged import PagedPool, Source
 from jaxdraft.state.ring import Ring
 

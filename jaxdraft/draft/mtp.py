@@ -22,14 +22,16 @@ from jaxdraft.base import (
     Proposal,
     Support,
 )
+from jaxdraft.budget import Cache, DrafterCost, Mirrored
+from jaxdraft.checks import whole
 from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.guard import needed
 from jaxdraft.nn.linear import Frozen, matmul
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.ranking import best_token
+from jaxdraft.sizes import check_slots
 from jaxdraft.state import paged
-from jaxdraft.state.budget import Cache, DrafterCost, Mirrored, check_slots, whole
 from jaxdraft.state.paged import PagedPool
 
 DRAFT_TOKENS = 3

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxdraft.base import Drafter, Status, full_drafter
+from jaxdraft.checks import whole
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.engine.counters import Counters
 from jaxdraft.engine.faults import Blame, Faults
@@ -24,12 +25,11 @@ from jaxdraft.engine.sequence import Phase, RequestRules, Sequence
 from jaxdraft.engine.threads import FairLock, Readers, Waiters, exclusive
 from jaxdraft.guard import check_target
 from jaxdraft.model import Model
-from jaxdraft.nn.decoder import PREFILL_CHUNK
 from jaxdraft.plan import MAX_BATCH
 from jaxdraft.prompts import one_prompt
 from jaxdraft.requests import Options
 from jaxdraft.sampling import Sampling
-from jaxdraft.state.budget import whole
+from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.telemetry import Summary
 
 PAGE_SIZE = 64

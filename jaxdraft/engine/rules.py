@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdraft.base import NO_TOKEN, Truncation
+from jaxdraft.checks import whole
 from jaxdraft.engine.sequence import RequestRules, Sequence
 from jaxdraft.keys import STREAM_IMPL
 from jaxdraft.model import Model
@@ -19,7 +20,6 @@ from jaxdraft.requests import Options, check
 from jaxdraft.round import Rules
 from jaxdraft.sampling import Penalties, SamplingRules
 from jaxdraft.sizes import power_of_two
-from jaxdraft.state.budget import whole
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText
 
 _AUTOMATA = 16

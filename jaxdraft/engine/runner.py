@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
+from jaxdraft.checks import parse_memory, whole
 from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import BatchRows, Buckets, Columns, Report, bucket
@@ -22,7 +23,6 @@ from jaxdraft.model import Model
 from jaxdraft.plan import plan
 from jaxdraft.round import RoundState
 from jaxdraft.state import rows
-from jaxdraft.state.budget import parse_memory, whole
 
 
 class Runner:

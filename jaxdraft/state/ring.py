@@ -29,8 +29,8 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
+from jaxdraft.sizes import ring_pages, window_pages
 from jaxdraft.state import paged
-from jaxdraft.state.budget import ring_pages, window_pages
 from jaxdraft.state.paged import CHUNK, Chunk, Source, Span, hide
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdraft.nn.decoder import Decoder, DecoderTarget
+from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.target import DecoderTarget
 from jaxdraft.train.losses import Continuations
 from jaxdraft.train.sequence import decoder_rows
 

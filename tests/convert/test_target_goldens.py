@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from convert import Loaded, load_artifact
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from tests.paths import artifact, artifact_names
 
 TOLERANCE = 5e-4  # what two correct float32 runs differ by

@@ -13,7 +13,7 @@ import pytest
 
 import jaxdraft
 from jaxdraft.config import TargetConfig
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from tests.convert.helpers import Config, copied, edit_config, edit_graph, set_attribute
 from tests.oracle import Target
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxdraft import AdaptiveDrafter, Model, generate, score, stream
 from jaxdraft.base import Status
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import (
     ScriptedDrafter,
     TableDrafter,

@@ -19,10 +19,11 @@ from jaxdraft import Model, generate
 from jaxdraft.base import NO_PAGE, DraftInfo, Feed, NoDraft, Proposal
 from jaxdraft.draft.block import BlockDrafter, BlockState
 from jaxdraft.nn.attention import attend
-from jaxdraft.nn.decoder import DecoderState, DecoderTarget
 from jaxdraft.state import paged, recurrent, ring
+from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.ring import Ring
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import check_pool, tiny_model, tiny_target
 from tests.examples import examples
 from tests.state.test_paged import numpy_attention

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdraft.base import Feed
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import run_rows_one_by_one, tiny_model, tiny_target
 from tests.examples import examples
 

@@ -18,8 +18,9 @@ import jaxdraft
 from jaxdraft import Engine, Model, generate
 from jaxdraft.base import TargetOutput
 from jaxdraft.engine.programs import Buckets
-from jaxdraft.nn.decoder import DecoderState, DecoderTarget
+from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.ring import Ring
+from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import (
     ScriptedDrafter,
     check_pool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxdraft.nn.decoder import DecoderTarget
+from jaxdraft.target import DecoderTarget
 from jaxdraft.train.losses import Continuations
 from jaxdraft.train.sequence import decoder_rows
 

@@ -31,124 +31,13 @@ Source: the memory model of onnxruntime-genai's dynamic batching (microsoft/onnx
 from __future__ import annotations
 
 import dataclasses
-import re
-from fractions import Fraction
 from typing import Any
 
+from jaxdraft.checks import parse_memory, whole
 from jaxdraft.config import DeltaNetConfig
+from jaxdraft.sizes import check_slots, page_count, ring_pages, window_pages
 
-SLOTS = 2**31
-"""Page ids and slots are int32: a pool has fewer slots than this."""
-
-_UNITS = {
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
-
-# --------------------------------------------------------------------------- units
-
-
-def parse_memory(memory: int | str) -> int:
-    """Return the bytes of ``memory``.
-
-    Strict: a number without a unit is an ``int``, a string has one of B, KB, MB, GB, TB (powers of
-    1000), KiB, MiB, GiB, TiB (powers of 1024), written like that; ``"1.5GiB"`` is fine because it
-    is a whole number of bytes.
-
-    Raises:
-      ValueError: anything else, or not a positive number of bytes.
-    """
-    if isinstance(memory, str):
-        found = _SIZE.fullmatch(memory)
-        if found is None or found[2] not in _UNITS:
-            raise ValueError(
-                f"memory is {memory!r}; expected bytes, or a number with one of the units "
-                f"{', '.join(_UNITS)}, like '12GiB'"
-            )
-        size = Fraction(found[1]) * _UNITS[found[2]]
-        if size.denominator != 1:
-            raise ValueError(f"memory is {memory!r}: {float(size)} bytes is not a whole number")
-        memory = int(size)
-    return whole("memory", memory)
-
-
-def format_bytes(size: int) -> str:
-    """Format ``size`` for display, in powers of 1024 and rounded: ``"40.6 MiB"``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def whole(name: str, value: Any, low: int = 1) -> int:
-    """Return ``value`` as a Python integer of at least ``low``.
-
-    Raises:
-      ValueError: it is not an integer (booleans are rejected), or less than ``low``.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} is {value!r}; expected an integer")
-    value = int(value.__index__())
-    if value < low:
-        raise ValueError(f"{name} is {value}; expected at least {low}")
-    return value
-
-
-# --------------------------------------------------------------------------- what things cost
-
-
-def page_count(positions: int, page_size: int) -> int:
-    """Return the number of pages that hold ``positions`` positions.
-
-    Example, Z = 8: a prompt of 16 and 16 new tokens need ``ceil(32 / 8)`` = 4 pages. A verify
-    window never passes the tokens a row may still emit, so nothing is added for drafts.
-    """
-    return -(-positions // page_size)
-
-
-def window_pages(window: int, rows: int, page_size: int, capacity: int | None = None) -> int:
-    """Return R, the pages of one row under a window, ``ceil((window + rows) / Z) + 1``.
-
-    Up to ``rows`` rows are written past the committed ones before it is known which are accepted,
-    and the first of them still reaches ``window - 1`` positions back: ``window + rows - 1`` slots
-    keep both (ggml-org/llama.cpp#25691). The page on top is for a window that begins inside a page.
-
-    Args:
-      window: positions a query sees, including its own.
-      rows: rows written at once.
-      page_size: Z.
-      capacity: positions of the longest row, if known; limits the result to the pages it fills.
-    """
-    pages = page_count(window + rows, page_size) + 1
-    return pages if capacity is None else min(pages, page_count(capacity + rows, page_size))
-
-
-def ring_pages(window: int, block: int, page_size: int) -> int:
-    """Return R, the pages of one row's drafter ring, ``ceil((window + 2 * block) / Z) + 1``.
-
-    A block's queries reach ``window - 1`` positions back; the rest of the reservation (the block's
-    own rows, a block of ingested rows, a partly used page) is the reference runtime's.
-    """
-    return window_pages(window, 2 * block, page_size)
-
-
-def check_slots(name: str, pages: int, page_size: int) -> int:
-    """Return the number of slots of a pool.
-
-    Raises:
-      ValueError: more slots than int32 can number.
-    """
-    slots = pages * page_size
-    if slots >= SLOTS:
-        raise ValueError(
-            f"{name}: {pages} pages of {page_size} slots are {slots} slots; "
-            f"int32 numbers fewer than {SLOTS}"
-        )
-    return slots
+# --------------------------------------------------------------------------- costs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

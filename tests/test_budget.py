@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdraft.config import DeltaNetConfig
-from jaxdraft.state.budget import (
+from jaxdraft.budget import (
     Cache,
     Costs,
     Fixed,
@@ -18,14 +17,12 @@ from jaxdraft.state.budget import (
     Plan,
     Sliding,
     Windowed,
-    check_slots,
     divide,
-    format_bytes,
-    page_count,
-    parse_memory,
     recurrent_bytes,
-    ring_pages,
 )
+from jaxdraft.checks import format_bytes, parse_memory
+from jaxdraft.config import DeltaNetConfig
+from jaxdraft.sizes import check_slots, page_count, ring_pages
 
 # 2 * 1 layer * 16 slots * 8 heads * 128 wide * 2 bytes = 65536 bytes a page, and a drafter of twice
 # as many layers.
