@@ -33,37 +33,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxdraft.checks import parse_memory, whole
-from jaxdraft.config import DeltaNetConfig
+from jaxdraft.config import DeltaNetConfig, KvShape
 from jaxdraft.sizes import check_slots, page_count, ring_pages, window_pages
 
 # --------------------------------------------------------------------------- costs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
-    """Keys and values of some attention layers.
-
-    Attributes:
-      layers: L.
-      kv_heads: G.
-      head_dim: H.
-      itemsize: bytes of one number.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        whole("layers", self.layers, 0)
-        for name in ("kv_heads", "head_dim", "itemsize"):
-            whole(name, getattr(self, name))
-
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
-        return 2 * self.layers * page_size * self.kv_heads * self.head_dim * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +52,7 @@ class Sliding:
       rows: rows that are fed at once.
     """
 
-    cache: Cache
+    cache: KvShape
     window: int
     rows: int
 
@@ -95,7 +71,7 @@ class Windowed:
       block: query rows of its block, Q.
     """
 
-    cache: Cache
+    cache: KvShape
     window: int
     block: int
 
@@ -113,7 +89,7 @@ class Mirrored:
       block: query rows of its block, whose keys spill past the row's last page; 0: no block (MTP).
     """
 
-    cache: Cache
+    cache: KvShape
     block: int = 0
 
     def __post_init__(self) -> None:
@@ -133,10 +109,10 @@ class Fixed:
 DrafterCost = Windowed | Mirrored | Fixed
 
 
-def recurrent_bytes(config: DeltaNetConfig, layers: int, itemsize: int) -> int:
+def recurrent_bytes(config: DeltaNetConfig, layers: int, dtype: Any) -> int:
     """Bytes per row of delta-net state: float32, with convolution rows in the activation dtype."""
     state = config.value_heads * config.key_dim * config.value_dim * 4
-    conv = (config.conv_width - 1) * config.channels * itemsize
+    conv = (config.conv_width - 1) * config.channels * jnp.dtype(dtype).itemsize
     return layers * (state + conv)
 
 
@@ -154,7 +130,7 @@ class Costs:
     """
 
     weights: int
-    target: Cache
+    target: KvShape
     recurrent_row: int = 0
     drafter: DrafterCost | None = None
     sliding: Sliding | None = None
@@ -443,7 +419,7 @@ def _affordable(plan: Plan, memory: int) -> int:
     return pages
 
 
-def _page_formula(cache: Cache, page_size: int) -> str:
+def _page_formula(cache: KvShape, page_size: int) -> str:
     return (
         f"2 * {cache.layers} layers * {page_size} slots * {cache.kv_heads} heads * "
         f"{cache.head_dim} wide * {cache.itemsize} bytes"

@@ -8,7 +8,11 @@ user; nothing here has a default that an artifact could silently disagree with, 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxdraft.checks import whole
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "mtp"]
@@ -16,6 +20,38 @@ DrafterKind = Literal["dflash2", "dspark", "mtp"]
 
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvShape:
+    """Keys and values of some attention layers: all that a pool needs to know of them.
+
+    Attributes:
+      layers: L.
+      kv_heads: G.
+      head_dim: H.
+      dtype: type of keys and values; equal types in any spelling compare equal.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        whole("layers", self.layers, 0)
+        whole("kv_heads", self.kv_heads)
+        whole("head_dim", self.head_dim)
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self.dtype.itemsize
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
+        return 2 * self.layers * page_size * self.kv_heads * self.head_dim * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +92,10 @@ class AttentionConfig:
     def kv_rows(self) -> int:
         """Output rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
+
+    def kv_shape(self, layers: int, dtype: Any) -> KvShape:
+        """Return the shape of the keys and values of ``layers`` such layers."""
+        return KvShape(layers=layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +229,13 @@ class TargetConfig:
     def count(self, kind: LayerKind) -> int:
         """How many layers are of ``kind``."""
         return sum(layer == kind for layer in self.layers)
+
+    def kv_shape(self, kind: Literal["attention", "sliding"], dtype: Any) -> KvShape:
+        """Return the shape of the keys and values of all layers of ``kind``; there may be none."""
+        shape = self.attention if kind == "attention" else self.sliding
+        if shape is None:
+            return KvShape(layers=0, kv_heads=1, head_dim=1, dtype=dtype)
+        return shape.kv_shape(self.count(kind), dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

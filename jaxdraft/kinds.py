@@ -81,7 +81,7 @@ class Kind:
       drafter: the class that drafts with it.
       make: makes a drafter of a frozen module, the target's embedding and head, a configuration
         and a dtype.
-      cost: function from its configuration and the bytes of a number of its cache to its cost.
+      cost: function from its configuration and the type of its cache to its cost.
       reads: its input from the target, a member of :class:`jaxdraft.base.Feed`.
       block: what a block drafter has of its own, which lies in a folder of its own. None: the
         drafter lies in the target's files.
@@ -90,7 +90,7 @@ class Kind:
     module: type[nnx.Module]
     drafter: type
     make: Callable[..., Drafter]
-    cost: Callable[[Any, int], DrafterCost]
+    cost: Callable[[Any, Any], DrafterCost]
     reads: Literal["aux", "hidden"]
     block: Block | None = None
 
@@ -177,12 +177,12 @@ def kind_of(drafter: Any) -> DrafterKind | None:
     return None
 
 
-def drafter_cost(config: DrafterConfig, itemsize: int) -> DrafterCost:
+def drafter_cost(config: DrafterConfig, dtype: Any) -> DrafterCost:
     """Return the memory costs of a drafter: by rings if it has a window, else per target page.
 
     Args:
       config: the drafter.
-      itemsize: bytes of one number of *its* keys and values: a bfloat16 drafter stays one beside
+      dtype: type of *its* keys and values: a bfloat16 drafter stays one beside
         any target.
     """
-    return KINDS[config.kind].cost(config, itemsize)
+    return KINDS[config.kind].cost(config, dtype)

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxdraft.base import Drafter, Target, full_drafter
-from jaxdraft.budget import Cache, Costs, DrafterCost, Fixed, Plan, Sliding, divide, recurrent_bytes
+from jaxdraft.budget import Costs, DrafterCost, Fixed, Plan, Sliding, divide, recurrent_bytes
 from jaxdraft.checks import format_bytes, parse_memory, whole
 from jaxdraft.config import (
-    AttentionConfig,
-    LayerKind,
     TargetConfig,
 )
 from jaxdraft.kinds import drafter_cost
@@ -159,38 +156,31 @@ def model_costs(model: Model, max_batch: int, context: int) -> Costs:
     if cost is None:
         cost = Fixed(bytes=_state_bytes(model.drafter, max_batch, context))
     weights = weight_bytes(model.target, model.drafter)
-    itemsize = jnp.dtype(target.dtype).itemsize
-    return target_costs(target.config, itemsize, weights=weights, drafter=cost)
+    return target_costs(target.config, target.dtype, weights=weights, drafter=cost)
 
 
 def target_costs(
-    config: TargetConfig, itemsize: int, *, weights: int, drafter: DrafterCost | None = None
+    config: TargetConfig, dtype: Any, *, weights: int, drafter: DrafterCost | None = None
 ) -> Costs:
     """Return the memory costs of a decoder.
 
     Args:
       config: the target.
-      itemsize: bytes of one number of its activations, keys and values.
+      dtype: type of its activations, keys and values.
       weights: bytes of all parameters, the drafter's included.
       drafter: cost from :func:`drafter_cost`.
     """
     d, s = config.delta_net, config.sliding
 
-    def cache(kind: LayerKind, shape: AttentionConfig | None) -> Cache:
-        return Cache(
-            layers=config.count(kind),
-            kv_heads=shape.kv_heads if shape else 1,
-            head_dim=shape.head_dim if shape else 1,
-            itemsize=itemsize,
-        )
-
     sliding = None
     if s is not None and config.count("sliding"):
-        sliding = Sliding(cache=cache("sliding", s), window=s.window, rows=PREFILL_CHUNK)
+        sliding = Sliding(
+            cache=config.kv_shape("sliding", dtype), window=s.window, rows=PREFILL_CHUNK
+        )
     return Costs(
         weights=weights,
-        target=cache("attention", config.attention),
-        recurrent_row=recurrent_bytes(d, config.count("delta_net"), itemsize) if d else 0,
+        target=config.kv_shape("attention", dtype),
+        recurrent_row=recurrent_bytes(d, config.count("delta_net"), dtype) if d else 0,
         drafter=drafter,
         sliding=sliding,
     )
@@ -213,9 +203,8 @@ def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[s
     if drafter is not None:
         weights += drafter.weight_bytes
         assert drafter.config is not None and not isinstance(drafter.config, TargetConfig)
-        cost = drafter_cost(drafter.config, jnp.dtype(drafter.dtype).itemsize)
-    itemsize = jnp.dtype(target.dtype).itemsize
-    costs = target_costs(target.config, itemsize, weights=weights, drafter=cost)
+        cost = drafter_cost(drafter.config, drafter.dtype)
+    costs = target_costs(target.config, target.dtype, weights=weights, drafter=cost)
     defaults = {
         "max_batch": report.max_batch,
         "page_size": report.page_size,

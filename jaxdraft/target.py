@@ -68,15 +68,10 @@ class DecoderTarget:
 
         Layers with a window keep a ring of pages per row instead, whatever the capacity.
         """
-        c = self.config
-        a = c.attention
         pool = PagedPool.one_page_a_row(
-            layers=c.count("attention"),
+            self.config.kv_shape("attention", self.dtype),
             batch=batch,
             capacity=paged.room(capacity, PREFILL_CHUNK),
-            kv_heads=a.kv_heads if a else 1,
-            head_dim=a.head_dim if a else 1,
-            dtype=self.dtype,
         )
         sliding = self._rings(Ring.zeros, capacity, page_size=paged.CHUNK, batch=batch)
         return DecoderState(pool, self.init_recurrent(batch), sliding=sliding)
@@ -97,16 +92,12 @@ class DecoderTarget:
           columns: M, pages of the longest row.
           rows: rows that are fed at once.
         """
-        a = self.config.attention
         pool = PagedPool.zeros(
-            layers=self.config.count("attention"),
+            self.config.kv_shape("attention", self.dtype),
             batch=batch,
             pages=pages,
             page_size=page_size,
             columns=columns,
-            kv_heads=a.kv_heads if a else 1,
-            head_dim=a.head_dim if a else 1,
-            dtype=self.dtype,
         )
         sliding = self._rings(
             functools.partial(Ring.pool, rings=batch),
@@ -131,15 +122,12 @@ class DecoderTarget:
         if shape is None or not self.config.count("sliding"):
             return None
         return make(
-            layers=self.config.count("sliding"),
+            self.config.kv_shape("sliding", self.dtype),
             batch=batch,
             window=shape.window,
             rows=rows,
             capacity=capacity,
             page_size=page_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self.dtype,
         )
 
     def grow(self, state: DecoderState, positions: jax.Array) -> tuple[DecoderState, jax.Array]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdraft.budget import (
-    Cache,
     Costs,
     Fixed,
     Mirrored,
@@ -21,15 +21,15 @@ from jaxdraft.budget import (
     recurrent_bytes,
 )
 from jaxdraft.checks import format_bytes, parse_memory
-from jaxdraft.config import DeltaNetConfig
+from jaxdraft.config import DeltaNetConfig, KvShape
 from jaxdraft.sizes import check_slots, page_count, ring_pages
 
 # 2 * 1 layer * 16 slots * 8 heads * 128 wide * 2 bytes = 65536 bytes a page, and a drafter of twice
 # as many layers.
-TARGET = Cache(layers=1, kv_heads=8, head_dim=128, itemsize=2)
-DRAFTER = Cache(layers=2, kv_heads=8, head_dim=128, itemsize=2)
+TARGET = KvShape(layers=1, kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
+DRAFTER = KvShape(layers=2, kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
 # The block drafter of a 27B model: 5 layers, 8 key heads of 128, bfloat16, window 2048, block 8.
-LARGE = Cache(layers=5, kv_heads=8, head_dim=128, itemsize=2)
+LARGE = KvShape(layers=5, kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
 
 
 def cut(costs: Costs, **options: Any) -> Plan:
@@ -72,11 +72,11 @@ def test_a_large_model_in_48_gib() -> None:
     """27B: 16 attention and 48 delta-net layers, 27e9 bfloat16 parameters, four rows."""
     # 48 * (48 heads * 128 * 128 * 4 bytes + 3 rows * (2 * 16 * 128 + 48 * 128) channels * 2 bytes)
     delta = DeltaNetConfig(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_width=4)
-    row = recurrent_bytes(delta, 48, 2)
+    row = recurrent_bytes(delta, 48, jnp.bfloat16)
     assert row == 48 * (3_145_728 + 61_440) == 153_944_064
     costs = Costs(
         weights=54_000_000_000,
-        target=Cache(layers=16, kv_heads=4, head_dim=256, itemsize=2),
+        target=KvShape(layers=16, kv_heads=4, head_dim=256, dtype=jnp.bfloat16),
         recurrent_row=row,
         drafter=Windowed(cache=LARGE, window=2048, block=8),
     )
@@ -97,10 +97,10 @@ def test_a_large_model_in_48_gib() -> None:
 
 def test_windowed_layers_cost_the_same_under_any_context() -> None:
     """24 layers of a window of 4096 beside 8 that see everything, two rows, 128 fed at once."""
-    wide = Cache(layers=24, kv_heads=8, head_dim=128, itemsize=2)
+    wide = KvShape(layers=24, kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
     costs = Costs(
         weights=0,
-        target=Cache(layers=8, kv_heads=8, head_dim=128, itemsize=2),
+        target=KvShape(layers=8, kv_heads=8, head_dim=128, dtype=jnp.bfloat16),
         sliding=Sliding(cache=wide, window=4096, rows=128),
     )
     for context in (8192, 131_072):
@@ -124,7 +124,7 @@ def test_a_target_of_windows_alone_needs_no_other_pages() -> None:
     """Memory limits its rows and never their length."""
     costs = Costs(
         weights=1000,
-        target=Cache(layers=0, kv_heads=1, head_dim=1, itemsize=2),
+        target=KvShape(layers=0, kv_heads=1, head_dim=1, dtype=jnp.bfloat16),
         sliding=Sliding(cache=TARGET, window=32, rows=16),
     )
     plan = cut(costs, memory=1000 + 2 * 4 * 65536, max_batch=2, context=10**6)
@@ -169,7 +169,7 @@ def test_tokens_that_are_in_the_prompt_are_not_counted_twice() -> None:
 
 def test_products_past_int32_are_right_and_slots_past_it_are_refused() -> None:
     """4096 pages * 8 heads * 256 slots * 64 wide * 2 * 2 bytes = 2**31 exactly."""
-    cache = Cache(layers=1, kv_heads=8, head_dim=64, itemsize=2)
+    cache = KvShape(layers=1, kv_heads=8, head_dim=64, dtype=jnp.bfloat16)
     costs = Costs(weights=0, target=cache)
     plan = cut(costs, pages=4096, page_size=256)
     assert plan.bytes == 2**31 and plan.tokens == 2**20
@@ -225,8 +225,8 @@ def test_impossible_budgets_say_why() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (lambda: Cache(layers=-1, kv_heads=1, head_dim=1, itemsize=1), "layers is -1"),
-        (lambda: Cache(layers=1, kv_heads=0, head_dim=1, itemsize=1), "kv_heads is 0"),
+        (lambda: KvShape(layers=-1, kv_heads=1, head_dim=1, dtype=jnp.int8), "layers is -1"),
+        (lambda: KvShape(layers=1, kv_heads=0, head_dim=1, dtype=jnp.int8), "kv_heads is 0"),
         (lambda: Windowed(cache=TARGET, window=-1, block=8), "window is -1"),
         (lambda: Mirrored(cache=TARGET, block=-8), "block is -8"),
         (lambda: Fixed(bytes=-1), "bytes is -1"),
@@ -239,7 +239,7 @@ def test_impossible_parts(part: Any, message: str) -> None:
 
 
 def test_a_model_without_attention_pays_no_pages() -> None:
-    none = Cache(layers=0, kv_heads=1, head_dim=1, itemsize=2)
+    none = KvShape(layers=0, kv_heads=1, head_dim=1, dtype=jnp.bfloat16)
     plan = cut(Costs(weights=10, target=none, recurrent_row=5), memory=20, max_batch=2, context=40)
     assert plan.pages == 2 * 3 and plan.bytes == 20 and plan.left == 0
 

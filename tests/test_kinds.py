@@ -34,9 +34,9 @@ def test_every_kind_is_declared() -> None:
     for kind in blocks():
         drafter = tiny_drafter(target, kind)
         assert kind_of(drafter) == kind and isinstance(drafter.backbone(), KINDS[kind].module)
-        cost = KINDS[kind].cost(drafter.config, 2)
+        cost = KINDS[kind].cost(drafter.config, jnp.bfloat16)
         assert isinstance(cost, Windowed if drafter.windowed else Mirrored)
-        assert drafter.cost() == KINDS[kind].cost(drafter.config, 4)
+        assert drafter.cost() == KINDS[kind].cost(drafter.config, jnp.float32)
     assert kind_of(tiny_mtp(target)) == "mtp" and kind_of(jaxdraft.NgramDrafter()) is None
     with pytest.raises(ValueError, match="kind is 'mtp'; expected one of dflash2, dspark"):
         block_of("mtp")

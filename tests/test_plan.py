@@ -44,9 +44,12 @@ def test_a_plan_is_what_the_pools_allocate(kind: str, size: int) -> None:
     a = model.target.config.attention
     assert a is not None
     pool = PagedPool.zeros(
-        layers=1, batch=rows, pages=found.pages, page_size=size, columns=found.row_pages,
-        kv_heads=a.kv_heads, head_dim=a.head_dim, dtype=model.target.dtype,
-    )  # fmt: skip
+        a.kv_shape(1, model.target.dtype),
+        batch=rows,
+        pages=found.pages,
+        page_size=size,
+        columns=found.row_pages,
+    )
     assert terms["target pages"] == nbytes((pool.keys, pool.values))
     memory: tuple[Recurrent, ...] = model.target.init_recurrent(rows)
     assert terms["recurrent state"] == nbytes(memory)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxdraft.base import (
     NO_TOKEN,
@@ -21,9 +22,9 @@ from jaxdraft.base import (
     Proposal,
     Support,
 )
-from jaxdraft.budget import Cache, DrafterCost, Mirrored, Windowed
+from jaxdraft.budget import DrafterCost, Mirrored, Windowed
 from jaxdraft.checks import whole
-from jaxdraft.config import BlockDrafterConfig
+from jaxdraft.config import BlockDrafterConfig, KvShape
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.guard import needed
@@ -106,6 +107,10 @@ class BlockDrafter(DrafterDefaults):
         """K."""
         return self.config.draft_tokens if self.first is None else self.first
 
+    @property
+    def _kv_shape(self) -> KvShape:
+        return self.config.attention.kv_shape(self.config.layers, self.dtype)
+
     def with_draft_tokens(self, draft_tokens: int) -> BlockDrafter:
         """Return the same block, proposing only its first ``draft_tokens`` drafts.
 
@@ -121,23 +126,15 @@ class BlockDrafter(DrafterDefaults):
         c, a = self.config, self.config.attention
         if c.windowed:
             cache: Ring | PagedPool = Ring.zeros(
-                layers=c.layers,
+                self._kv_shape,
                 batch=batch,
                 window=a.window,
                 block=c.block_size,
                 page_size=RING_PAGE,
-                kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                dtype=self.dtype,
             )
         else:
             cache = PagedPool.one_page_a_row(
-                layers=c.layers,
-                batch=batch,
-                capacity=paged.room(capacity, INGEST_ROWS),
-                kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                dtype=self.dtype,
+                self._kv_shape, batch=batch, capacity=paged.room(capacity, INGEST_ROWS)
             )
         return _start(cache)
 
@@ -185,29 +182,23 @@ class BlockDrafter(DrafterDefaults):
             check_slots("the drafter's pool", total, page_size)
             return _start(
                 Ring.pool(
-                    layers=c.layers,
+                    self._kv_shape,
                     batch=batch,
                     rings=rings,
                     window=a.window,
                     block=c.block_size,
                     page_size=page_size,
-                    kv_heads=a.kv_heads,
-                    head_dim=a.head_dim,
-                    dtype=self.dtype,
                 )
             )
         total = whole("pages", pages) + batch * page_count(c.block_size, page_size)
         check_slots("the drafter's pool", total, page_size)
         return _start(
             PagedPool.zeros(
-                layers=c.layers,
+                self._kv_shape,
                 batch=batch,
                 pages=total,
                 page_size=page_size,
                 columns=total if columns is None else whole("columns", columns),
-                kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                dtype=self.dtype,
             )
         )
 
@@ -218,7 +209,7 @@ class BlockDrafter(DrafterDefaults):
 
     def cost(self) -> DrafterCost:
         """Return its memory cost in an engine."""
-        return cost(self.config, jnp.dtype(self.dtype).itemsize)
+        return cost(self.config, self.dtype)
 
     def misses(self, state: BlockState) -> jax.Array:
         """Count how often a row found no ring or page."""
@@ -379,15 +370,15 @@ class BlockDrafter(DrafterDefaults):
         return source
 
 
-def cost(config: BlockDrafterConfig, itemsize: int) -> DrafterCost:
+def cost(config: BlockDrafterConfig, dtype: DTypeLike) -> DrafterCost:
     """Return the memory cost of a block drafter: a ring per row if windowed, else per target page.
 
     Args:
       config: its description.
-      itemsize: bytes of one number of its keys and values.
+      dtype: type of its keys and values.
     """
     a = config.attention
-    cache = Cache(layers=config.layers, kv_heads=a.kv_heads, head_dim=a.head_dim, itemsize=itemsize)
+    cache = a.kv_shape(config.layers, dtype)
     if config.windowed:
         return Windowed(cache=cache, window=a.window, block=config.block_size)
     return Mirrored(cache=cache, block=config.block_size)

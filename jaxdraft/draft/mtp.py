@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxdraft.base import (
     NO_TOKEN,
@@ -22,7 +23,7 @@ from jaxdraft.base import (
     Proposal,
     Support,
 )
-from jaxdraft.budget import Cache, DrafterCost, Mirrored
+from jaxdraft.budget import DrafterCost, Mirrored
 from jaxdraft.checks import whole
 from jaxdraft.config import MtpConfig
 from jaxdraft.draft.sampled import sampled_token
@@ -88,12 +89,9 @@ class MtpDrafter(DrafterDefaults):
         """Return an empty state: one page per row for ``capacity`` positions, as in the target."""
         a = self.config.attention
         pool = PagedPool.one_page_a_row(
-            layers=1,
+            a.kv_shape(1, self.dtype),
             batch=batch,
             capacity=paged.room(capacity, max(INGEST_ROWS, self.draft_tokens)),
-            kv_heads=a.kv_heads,
-            head_dim=a.head_dim,
-            dtype=self.dtype,
         )
         return self._start(pool)
 
@@ -120,20 +118,17 @@ class MtpDrafter(DrafterDefaults):
         a = self.config.attention
         return self._start(
             PagedPool.zeros(
-                layers=1,
+                a.kv_shape(1, self.dtype),
                 batch=whole("batch", batch),
                 pages=pages,
                 page_size=page_size,
                 columns=pages if columns is None else whole("columns", columns),
-                kv_heads=a.kv_heads,
-                head_dim=a.head_dim,
-                dtype=self.dtype,
             )
         )
 
     def cost(self) -> DrafterCost:
         """Return its memory cost in an engine."""
-        return cost(self.config, jnp.dtype(self.dtype).itemsize)
+        return cost(self.config, self.dtype)
 
     def misses(self, state: MtpState) -> jax.Array:
         """Count how often a row found no page."""
@@ -385,14 +380,11 @@ def _unpack(chain: _Chain) -> tuple[PagedPool, jax.Array, jax.Array, Support | N
     return chain.pool, chain.tokens, chain.finite, chain.support
 
 
-def cost(config: MtpConfig, itemsize: int) -> DrafterCost:
+def cost(config: MtpConfig, dtype: DTypeLike) -> DrafterCost:
     """Return the memory cost of a multi-token-prediction head: one layer's page per target page.
 
     Args:
       config: its description.
-      itemsize: bytes of one number of its keys and values.
+      dtype: type of its keys and values.
     """
-    a = config.attention
-    return Mirrored(
-        cache=Cache(layers=1, kv_heads=a.kv_heads, head_dim=a.head_dim, itemsize=itemsize)
-    )
+    return Mirrored(cache=config.attention.kv_shape(1, dtype))

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
+from jaxdraft.config import KvShape
 
 CHUNK = 128
 """Slots that attention reads per pass."""
@@ -86,6 +86,15 @@ class Source(NamedTuple):
         return self.read(self.data, index, 1)
 
 
+def empty_pages(
+    shape: KvShape, pages: int, page_size: int
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Return zero keys and values, each L x [P, G, Z, H]."""
+    page = (pages, shape.kv_heads, page_size, shape.head_dim)
+    keys = tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers))
+    return keys, tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers))
+
+
 @struct.dataclass
 class PagedPool:
     """The pool, the page tables, and the stack of free pages."""
@@ -112,32 +121,26 @@ class PagedPool:
     @classmethod
     def zeros(
         cls,
+        shape: KvShape,
         *,
-        layers: int,
         batch: int,
         pages: int,
         page_size: int,
         columns: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike,
     ) -> PagedPool:
         """Return an empty pool: all pages free, all tables blank.
 
         Args:
-          layers: L.
+          shape: its keys and values.
           batch: B.
           pages: P.
           page_size: Z.
           columns: M; a row can hold ``columns * page_size`` positions.
-          kv_heads: G.
-          head_dim: H.
-          dtype: type of keys and values.
         """
-        shape = (pages, kv_heads, page_size, head_dim)
+        keys, values = empty_pages(shape, pages, page_size)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+            keys=keys,
+            values=values,
             table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
             # The stack is taken from its end, so page 0 goes out first.
@@ -146,27 +149,9 @@ class PagedPool:
         )
 
     @classmethod
-    def one_page_a_row(
-        cls,
-        *,
-        layers: int,
-        batch: int,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike,
-    ) -> PagedPool:
+    def one_page_a_row(cls, shape: KvShape, *, batch: int, capacity: int) -> PagedPool:
         """Return the pool of a fixed batch: row b owns page b, which has ``capacity`` slots."""
-        pool = cls.zeros(
-            layers=layers,
-            batch=batch,
-            pages=batch,
-            page_size=capacity,
-            columns=1,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-        )
+        pool = cls.zeros(shape, batch=batch, pages=batch, page_size=capacity, columns=1)
         return replace(
             pool,
             table=jnp.arange(batch, dtype=jnp.int32)[:, None],

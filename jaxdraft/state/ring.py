@@ -26,9 +26,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
 
 from jaxdraft.base import NO_PAGE
+from jaxdraft.config import KvShape
 from jaxdraft.sizes import ring_pages, window_pages
 from jaxdraft.state import paged
 from jaxdraft.state.paged import CHUNK, Chunk, Source, Span, hide
@@ -73,21 +73,18 @@ class Ring:
     @classmethod
     def zeros(
         cls,
+        shape: KvShape,
         *,
-        layers: int,
         batch: int,
         window: int,
         block: int = 0,
         rows: int = 0,
         capacity: int | None = None,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike,
     ) -> Ring:
         """Return an empty ring for every row."""
         ring = cls.pool(
-            layers=layers,
+            shape,
             batch=batch,
             rings=batch,
             window=window,
@@ -95,9 +92,6 @@ class Ring:
             rows=rows,
             capacity=capacity,
             page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
         )
         return replace(
             ring,
@@ -109,8 +103,8 @@ class Ring:
     @classmethod
     def pool(
         cls,
+        shape: KvShape,
         *,
-        layers: int,
         batch: int,
         rings: int,
         window: int,
@@ -118,14 +112,11 @@ class Ring:
         rows: int = 0,
         capacity: int | None = None,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike,
     ) -> Ring:
         """Return ``rings`` free rings of R pages; no row has one.
 
         Args:
-          layers: L.
+          shape: its keys and values.
           batch: B; may exceed the number of rings; some rows then get none.
           rings: rings in the pool.
           window: positions a query sees, including its own.
@@ -133,16 +124,13 @@ class Ring:
           rows: rows that may be put at once, for a target's ring.
           capacity: positions of the longest row, if known.
           page_size: Z.
-          kv_heads: G.
-          head_dim: H.
-          dtype: type of keys and values.
         """
         columns = window_pages(window, 2 * block + rows, page_size, capacity)
         pages = rings * columns
-        shape = (pages, kv_heads, page_size, head_dim)
+        keys, values = paged.empty_pages(shape, pages, page_size)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+            keys=keys,
+            values=values,
             table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
             # The stack is taken from its end, so page 0 goes out first.

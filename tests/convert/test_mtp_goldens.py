@@ -29,14 +29,7 @@ def test_first_call_and_chain(name: str) -> None:
         rows, pool = drafter()(jnp.take(table, tokens, axis=0), hidden, count, pool)
         return rows, matmul(rows, head), pool.replace(length=pool.length + count)
 
-    pool = PagedPool.one_page_a_row(
-        layers=1,
-        batch=1,
-        capacity=64,
-        kv_heads=config.attention.kv_heads,
-        head_dim=config.attention.head_dim,
-        dtype=jnp.float32,
-    )
+    pool = PagedPool.one_page_a_row(config.attention.kv_shape(1, jnp.float32), batch=1, capacity=64)
     tokens, hidden = jnp.asarray(golden["tokens"])[None], jnp.asarray(golden["hidden"])[None]
     rows, logits, pool = step(loaded.drafter, table, head, tokens, hidden, pool)
     np.testing.assert_allclose(rows[0], golden["hidden_out"], atol=5e-4)

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxdraft import Engine, Model, Output, generate
 from jaxdraft.base import Drafter, Feed, Proposal, Support, TargetOutput
+from jaxdraft.config import KvShape
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.testing import propose_tokens
@@ -23,16 +24,20 @@ VOCAB, ROWS = 12, 97
 
 def pool_of(batch: int, pages: int, page_size: int, columns: int) -> PagedPool:
     return PagedPool.zeros(
-        layers=1, batch=batch, pages=pages, page_size=page_size, columns=columns,
-        kv_heads=1, head_dim=1, dtype=jnp.float32,
-    )  # fmt: skip
+        KvShape(layers=1, kv_heads=1, head_dim=1, dtype=jnp.float32),
+        batch=batch,
+        pages=pages,
+        page_size=page_size,
+        columns=columns,
+    )
 
 
 def dense_pool(batch: int, capacity: int) -> PagedPool:
     return PagedPool.one_page_a_row(
-        layers=1, batch=batch, capacity=paged.room(capacity, 128), kv_heads=1, head_dim=1,
-        dtype=jnp.float32,
-    )  # fmt: skip
+        KvShape(layers=1, kv_heads=1, head_dim=1, dtype=jnp.float32),
+        batch=batch,
+        capacity=paged.room(capacity, 128),
+    )
 
 
 def sums(pool: PagedPool) -> jax.Array:

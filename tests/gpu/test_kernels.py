@@ -47,12 +47,12 @@ def attention(
     config: AttentionConfig, steps: int, dtype: Any, cache: str
 ) -> tuple[Any, tuple[Any, ...]]:
     """A jitted call of :func:`attend` with kernels and its arguments, shapes alone."""
-    shape = dict(layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+    shape = config.kv_shape(1, dtype)
     make = {
-        "dense": lambda: PagedPool.one_page_a_row(batch=1, capacity=9344, **shape),
-        "paged": lambda: PagedPool.zeros(batch=8, pages=600, page_size=16, columns=64, **shape),
-        "sliding": lambda: Ring.zeros(batch=2, window=500, rows=16, page_size=128, **shape),
-        "block": lambda: Ring.zeros(batch=1, window=4096, block=8, page_size=128, **shape),
+        "dense": lambda: PagedPool.one_page_a_row(shape, batch=1, capacity=9344),
+        "paged": lambda: PagedPool.zeros(shape, batch=8, pages=600, page_size=16, columns=64),
+        "sliding": lambda: Ring.zeros(shape, batch=2, window=500, rows=16, page_size=128),
+        "block": lambda: Ring.zeros(shape, batch=1, window=4096, block=8, page_size=128),
     }[cache]
     state = jax.eval_shape(make)
     batch = state.length.shape[0]

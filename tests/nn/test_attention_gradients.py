@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdraft.config import AttentionConfig
+from jaxdraft.config import AttentionConfig, KvShape
 from jaxdraft.nn.attention import attend
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import CHUNK, Chunk, PagedPool, Source
@@ -22,6 +22,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 HEADS, KV, DIM = 4, 2, 8
+SHAPE = KvShape(layers=1, kv_heads=KV, head_dim=DIM, dtype=jnp.float32)
 STEPS = 3
 LENGTHS = (300, 5)  # positions in use: three chunks in one row, one in the other
 
@@ -33,9 +34,7 @@ def attention(**changes: Any) -> AttentionConfig:
 
 def dense(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[Source, Any]:
     """A page per row; slots behind a row's end hold NaN."""
-    pool = PagedPool.one_page_a_row(
-        layers=1, batch=2, capacity=4 * CHUNK, kv_heads=KV, head_dim=DIM, dtype=jnp.float32
-    )
+    pool = PagedPool.one_page_a_row(SHAPE, batch=2, capacity=4 * CHUNK)
     spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (pool.keys, pool.values))
     pool = replace(pool, keys=spoiled[0], values=spoiled[1])
     for start in range(0, rows.shape[1], CHUNK):
@@ -48,16 +47,7 @@ def dense(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[
 
 def table(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[Source, Any]:
     """Pages of 16 in a shared pool; pages that no row owns hold NaN."""
-    pool = PagedPool.zeros(
-        layers=1,
-        batch=2,
-        pages=48,
-        page_size=16,
-        columns=24,
-        kv_heads=KV,
-        head_dim=DIM,
-        dtype=jnp.float32,
-    )
+    pool = PagedPool.zeros(SHAPE, batch=2, pages=48, page_size=16, columns=24)
     spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (pool.keys, pool.values))
     pool = replace(pool, keys=spoiled[0], values=spoiled[1])
     pool, _ = paged.grow(pool, jnp.asarray(LENGTHS, jnp.int32))
@@ -67,16 +57,7 @@ def table(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[
 
 def window(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[Source, Any]:
     """A target's rings, wrapped, the last rows put and not committed."""
-    rings = Ring.zeros(
-        layers=1,
-        batch=2,
-        window=config.window,
-        rows=STEPS,
-        page_size=16,
-        kv_heads=KV,
-        head_dim=DIM,
-        dtype=jnp.float32,
-    )
+    rings = Ring.zeros(SHAPE, batch=2, window=config.window, rows=STEPS, page_size=16)
     done = jnp.zeros((2,), jnp.int32)
     for start in range(0, rows.shape[1], STEPS):
         part = slice(start, start + STEPS)
@@ -93,16 +74,7 @@ def window(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple
 
 def drafter_ring(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[Source, Any]:
     """A drafter's rings: everything in one chunk."""
-    rings = Ring.zeros(
-        layers=1,
-        batch=2,
-        window=config.window,
-        block=STEPS,
-        page_size=16,
-        kv_heads=KV,
-        head_dim=DIM,
-        dtype=jnp.float32,
-    )
+    rings = Ring.zeros(SHAPE, batch=2, window=config.window, block=STEPS, page_size=16)
     first = jnp.zeros((2,), jnp.int32)
     count = jnp.asarray(LENGTHS, jnp.int32)
     rings = ring.write(rings, (rows,), (values,), first, count)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxdraft import Model, generate
 from jaxdraft.base import NO_PAGE, DraftInfo, Feed, NoDraft, Proposal
+from jaxdraft.config import KvShape
 from jaxdraft.draft.block import BlockDrafter, BlockState
 from jaxdraft.nn.attention import attend
 from jaxdraft.state import paged, recurrent, ring
@@ -211,9 +212,13 @@ def test_a_pooled_ring_reads_what_the_full_history_would(data: st.DataObject, se
     rng = np.random.default_rng(seed)
     rows, rings, most, total = 3, 2, 10, 60
     cache = Ring.pool(
-        layers=1, batch=rows, rings=rings, window=9, block=4, page_size=SIZE,
-        kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
-    )  # fmt: skip
+        KvShape(layers=1, kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32),
+        batch=rows,
+        rings=rings,
+        window=9,
+        block=4,
+        page_size=SIZE,
+    )
     shuffled = jnp.asarray(rng.permutation(cache.pages), jnp.int32)
     cache = dataclasses.replace(cache, free=shuffled)
     length, has = np.zeros(rows, np.int32), np.zeros(rows, bool)
@@ -526,9 +531,12 @@ def target_pool(target: DecoderTarget, batch: int, pages: int, columns: int) -> 
     a = target.config.attention
     assert a is not None
     pool = PagedPool.zeros(
-        layers=target.config.count("attention"), batch=batch, pages=pages, page_size=SIZE,
-        columns=columns, kv_heads=a.kv_heads, head_dim=a.head_dim, dtype=target.dtype,
-    )  # fmt: skip
+        a.kv_shape(target.config.count("attention"), target.dtype),
+        batch=batch,
+        pages=pages,
+        page_size=SIZE,
+        columns=columns,
+    )
     return DecoderState(pool, target.init_recurrent(batch))
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import jaxdraft
 from jaxdraft import Engine, Model, generate
 from jaxdraft.base import TargetOutput
+from jaxdraft.config import KvShape
 from jaxdraft.engine.programs import Buckets
 from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.ring import Ring
@@ -58,9 +59,12 @@ def pooled(batch: int = BATCH, rows: int = ROWS, pages: int = BATCH * COLUMNS) -
 def unbounded(positions: int) -> DecoderState:
     """A fixed batch whose windowed layers keep their whole history too: nothing wraps."""
     whole = Ring.zeros(
-        layers=2, batch=BATCH, window=WINDOW, rows=positions, page_size=2 * positions, kv_heads=1,
-        head_dim=16, dtype=jnp.float32,
-    )  # fmt: skip
+        KvShape(layers=2, kv_heads=1, head_dim=16, dtype=jnp.float32),
+        batch=BATCH,
+        window=WINDOW,
+        rows=positions,
+        page_size=2 * positions,
+    )
     return replace(target().init(BATCH, positions), sliding=whole)
 
 
@@ -191,9 +195,12 @@ def test_a_fixed_batch_past_the_end_of_its_rings() -> None:
     state = model.init(2, 640)
     assert state.sliding is not None and state.sliding.slots == 384
     whole = Ring.zeros(
-        layers=2, batch=2, window=100, rows=640, page_size=768, kv_heads=2, head_dim=16,
-        dtype=jnp.float32,
-    )  # fmt: skip
+        KvShape(layers=2, kv_heads=2, head_dim=16, dtype=jnp.float32),
+        batch=2,
+        window=100,
+        rows=640,
+        page_size=768,
+    )
     ends = np.asarray([640, 421], np.int32)
     states = [state, replace(state, sliding=whole)]
     for start in range(0, 640, 128):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdraft.base import NO_PAGE
-from jaxdraft.config import AttentionConfig
+from jaxdraft.config import AttentionConfig, KvShape
 from jaxdraft.nn.attention import attend
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
@@ -21,6 +21,7 @@ from jaxdraft.testing import check_pool
 BATCH, PAGES, SIZE, COLUMNS = 4, 10, 4, 6
 HEADS, DIM = 2, 8
 CONFIG = AttentionConfig(heads=4, kv_heads=HEADS, head_dim=DIM, rotary_dim=0, scale=0.3)
+SHAPE = KvShape(layers=1, kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32)
 
 grow = jax.jit(paged.grow)
 release = jax.jit(paged.release)
@@ -28,10 +29,7 @@ write = jax.jit(paged.write, static_argnums=1)
 
 
 def empty(pages: int = PAGES) -> PagedPool:
-    return PagedPool.zeros(
-        layers=1, batch=BATCH, pages=pages, page_size=SIZE, columns=COLUMNS,
-        kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
-    )  # fmt: skip
+    return PagedPool.zeros(SHAPE, batch=BATCH, pages=pages, page_size=SIZE, columns=COLUMNS)
 
 
 class PythonPool:
@@ -120,10 +118,7 @@ def test_writes_past_the_table_are_dropped() -> None:
 
 def test_more_rows_than_a_dense_pool_has_room_for_do_not_slide_back() -> None:
     """A window of 200 rows, of which five count, at 150 of 256 slots."""
-    pool = PagedPool.one_page_a_row(
-        layers=1, batch=2, capacity=paged.room(128, 128), kv_heads=HEADS, head_dim=DIM,
-        dtype=jnp.float32,
-    )  # fmt: skip
+    pool = PagedPool.one_page_a_row(SHAPE, batch=2, capacity=paged.room(128, 128))
     pool = pool.replace(length=jnp.asarray([150, 0], jnp.int32))
     rows = jnp.ones((2, 200, HEADS, DIM))
     after = write(pool, 0, rows, rows, jnp.asarray([5, 0], jnp.int32))
@@ -156,17 +151,13 @@ def filled(kind: str, keys: np.ndarray, values: np.ndarray, seed: int) -> PagedP
     """All rows written in pieces into a pool of one page a row, or of shuffled pages."""
     batch, total = keys.shape[:2]
     if kind == "dense":
-        pool = PagedPool.one_page_a_row(
-            layers=1, batch=batch, capacity=paged.room(total, 8), kv_heads=HEADS, head_dim=DIM,
-            dtype=jnp.float32,
-        )  # fmt: skip
+        pool = PagedPool.one_page_a_row(SHAPE, batch=batch, capacity=paged.room(total, 8))
     else:
         size = 16
         columns = -(-total // size) + 1
         pool = PagedPool.zeros(
-            layers=1, batch=batch, pages=batch * columns, page_size=size, columns=columns,
-            kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
-        )  # fmt: skip
+            SHAPE, batch=batch, pages=batch * columns, page_size=size, columns=columns
+        )
         order = jax.random.permutation(jax.random.key(seed), batch * columns)
         pool = pool.replace(free=order.astype(jnp.int32))
         pool, granted = grow(pool, jnp.full((batch,), total, jnp.int32))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdraft.config import AttentionConfig
+from jaxdraft.config import AttentionConfig, KvShape
 from jaxdraft.nn.attention import attend
 from jaxdraft.state import paged, ring
 from jaxdraft.state.ring import Ring, ring_pages, window_pages
@@ -23,15 +23,13 @@ from tests.state.test_paged import numpy_attention
 
 HEADS, DIM, BATCH, MOST = 2, 8, 2, 24
 CONFIG = AttentionConfig(heads=4, kv_heads=HEADS, head_dim=DIM, rotary_dim=0, scale=0.3, window=9)
+SHAPE = KvShape(layers=1, kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32)
 
 write = jax.jit(ring.write)
 
 
 def rings(page_size: int, window: int = 9, block: int = 4) -> Ring:
-    return Ring.zeros(
-        layers=1, batch=BATCH, window=window, block=block, page_size=page_size,
-        kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
-    )  # fmt: skip
+    return Ring.zeros(SHAPE, batch=BATCH, window=window, block=block, page_size=page_size)
 
 
 @functools.partial(jax.jit, static_argnames="window")
@@ -142,10 +140,7 @@ put = jax.jit(lambda cache, *rows: ring.put(cache, 0, *rows))
 
 def target_rings(page_size: int, columns: int | None = None) -> Ring:
     """Rings for a window of 9 and four rows at once; or of so many columns."""
-    cache = Ring.zeros(
-        layers=1, batch=BATCH, window=9, rows=ROWS, page_size=page_size, kv_heads=HEADS,
-        head_dim=DIM, dtype=jnp.float32,
-    )  # fmt: skip
+    cache = Ring.zeros(SHAPE, batch=BATCH, window=9, rows=ROWS, page_size=page_size)
     return cache if columns is None else cache.replace(table=cache.table[:, :columns])
 
 
@@ -201,9 +196,8 @@ def test_a_target_reads_what_the_full_history_would(
     cache = target_rings(page_size)
     order = np.random.default_rng(seed).permutation(cache.pages)
     pool = Ring.pool(
-        layers=1, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=page_size,
-        kv_heads=HEADS, head_dim=DIM, dtype=jnp.float32,
-    ).replace(free=jnp.asarray(order, jnp.int32))  # fmt: skip
+        SHAPE, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=page_size
+    ).replace(free=jnp.asarray(order, jnp.int32))
     assert pool.slots == cache.slots >= 9 + ROWS - 1
     grown, granted = grow(pool, jnp.full((BATCH,), 10**6, jnp.int32))
     assert granted.all()
@@ -223,10 +217,7 @@ def test_window_and_rows_less_one_are_slots_enough_and_the_least(page_size: int)
 
 
 def test_a_row_takes_pages_as_it_grows_and_never_more_than_its_ring() -> None:
-    cache = Ring.pool(
-        layers=1, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=4, kv_heads=HEADS,
-        head_dim=DIM, dtype=jnp.float32,
-    )  # fmt: skip
+    cache = Ring.pool(SHAPE, batch=BATCH, rings=BATCH, window=9, rows=ROWS, page_size=4)
     for positions, owned in (([3, 0], [1, 0]), ([9, 1], [3, 1]), ([500, 2], [5, 1])):
         cache, granted = grow(cache, jnp.asarray(positions, jnp.int32))
         assert granted.all() and paged.owned(cache).tolist() == owned
