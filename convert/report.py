@@ -16,9 +16,10 @@ from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
     DeltaNetConfig,
+    DrafterConfig,
+    Eagle3Config,
     MlpConfig,
     MoeConfig,
-    MtpConfig,
     TargetConfig,
 )
 
@@ -44,7 +45,7 @@ class PartReport:
 
     kind: str
     file: str
-    config: TargetConfig | BlockDrafterConfig | MtpConfig | None
+    config: TargetConfig | DrafterConfig | None
     dtype: str | None
     layout: str | None
     nodes: int | None
@@ -138,7 +139,7 @@ def _part(part: PartReport | None) -> Facts | None:
     return facts
 
 
-def _describe(config: TargetConfig | BlockDrafterConfig | MtpConfig) -> Facts:
+def _describe(config: TargetConfig | DrafterConfig) -> Facts:
     facts: Facts = {
         "vocab_size": config.vocab_size,
         "width": config.width,
@@ -169,6 +170,12 @@ def _describe(config: TargetConfig | BlockDrafterConfig | MtpConfig) -> Facts:
             facts["conv"] = f"{config.conv.taps} taps, groups of {config.conv.group}"
     else:
         facts["mlp"] = _mlp(config.mlp)
+    if isinstance(config, Eagle3Config):
+        facts["aux_width"] = config.aux_width
+        facts["draft_tokens"] = config.draft_tokens
+        facts["draftable"] = config.draftable
+        own = {"embedding": config.own_embedding, "head": config.own_head}
+        facts["own"] = [name for name, there in own.items() if there]
     return facts
 
 

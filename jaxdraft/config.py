@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxdraft.checks import whole
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
-DrafterKind = Literal["dflash2", "dspark", "mtp"]
+DrafterKind = Literal["dflash2", "dspark", "eagle3", "mtp"]
 """Kinds of drafters with weights; :data:`jaxdraft.kinds.KINDS` declares what each is."""
 
 FULL_ATTENTION = -1
@@ -359,4 +359,73 @@ class MtpConfig:
         )
 
 
-DrafterConfig = BlockDrafterConfig | MtpConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 head: one full-attention layer over rows of several layers of the target, chained.
+
+    Attributes:
+      vocab_size: V, the target's.
+      width: D of the head; the target's unless it has an embedding of its own.
+      tap_width: D of the target.
+      taps: number of the target's layers that it reads.
+      attention: shape of its attention layer.
+      mlp: its feed-forward part.
+      norm_eps: epsilon of its RMSNorms.
+      context_length: positions the rotary table covers.
+      draft_tokens: K, unless another number is chosen.
+      draft_vocab_size: V', if drafts are made of a part of the vocabulary alone. None: of all of
+        it.
+      own_embedding: whether the head has an embedding of its own. Else it reads the target's.
+      own_head: whether it has an output head of its own, [V', D]. Else it uses the target's.
+      fc_norm: whether each tap passes an RMSNorm before they are fused.
+      norm_before_residual: whether the residual is the normed row.
+      norm_output: whether the next link reads rows after the final norm.
+      spelling: layout of its checkpoint: "midlayer", of SafeAILab and SpecForge, or "speculators".
+    """
+
+    vocab_size: int
+    width: int
+    tap_width: int
+    taps: int
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm_eps: float
+    context_length: int
+    draft_tokens: int
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = True
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    spelling: Literal["midlayer", "speculators"] = "midlayer"
+
+    def __post_init__(self) -> None:
+        size = self.draft_vocab_size
+        if size is not None and not 1 <= size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {size}; expected 1 to {self.vocab_size}")
+        if size is not None and not self.own_head:
+            raise ValueError(f"draft_vocab_size is {size}; expected own_head with it")
+        if not (self.own_embedding and self.own_head) and self.width != self.tap_width:
+            raise ValueError(
+                f"width is {self.width} and the target's is {self.tap_width}; expected the same "
+                "without an embedding and a head of its own"
+            )
+
+    @property
+    def kind(self) -> DrafterKind:
+        """The kind of the drafter."""
+        return "eagle3"
+
+    @property
+    def aux_width(self) -> int:
+        """A, the width of one row of auxiliary states."""
+        return self.taps * self.tap_width
+
+    @property
+    def draftable(self) -> int:
+        """Tokens that a draft can be: V', or V."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+
+DrafterConfig = BlockDrafterConfig | Eagle3Config | MtpConfig

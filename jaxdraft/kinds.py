@@ -16,12 +16,14 @@ from flax import nnx
 from jaxdraft.base import Drafter
 from jaxdraft.budget import DrafterCost
 from jaxdraft.config import DrafterConfig, DrafterKind
-from jaxdraft.draft import block, mtp
+from jaxdraft.draft import block, chain
 from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.eagle3 import Eagle3Drafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.dflash2 import DFlash2
 from jaxdraft.nn.dspark import DSpark
+from jaxdraft.nn.eagle3 import Eagle3
 from jaxdraft.nn.mtp import Mtp
 
 
@@ -147,7 +149,10 @@ KINDS: dict[DrafterKind, Kind] = {
             unread=("confidence_head.",),
         )
     ),
-    "mtp": Kind(module=Mtp, drafter=MtpDrafter, make=MtpDrafter, cost=mtp.cost, reads="hidden"),
+    "eagle3": Kind(
+        module=Eagle3, drafter=Eagle3Drafter, make=Eagle3Drafter.of, cost=chain.cost, reads="aux"
+    ),
+    "mtp": Kind(module=Mtp, drafter=MtpDrafter, make=MtpDrafter, cost=chain.cost, reads="hidden"),
 }
 """Every kind, in the order in which a checkpoint's drafters are preferred."""
 

@@ -30,11 +30,13 @@ from jaxdraft.config import (
     BlockDrafterConfig,
     ConvConfig,
     DeltaNetConfig,
+    Eagle3Config,
     MlpConfig,
     MtpConfig,
     TargetConfig,
 )
 from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.eagle3 import Eagle3Drafter
 from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.sampled import sampled_walk
@@ -42,6 +44,7 @@ from jaxdraft.generate import generate
 from jaxdraft.kinds import block_of
 from jaxdraft.model import Model
 from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.eagle3 import Eagle3
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.state.paged import PagedPool
@@ -314,9 +317,7 @@ def tiny_drafter(
     )
     config = BlockDrafterConfig(**{**fields, **changes})
     module = own.module(config, dtype=dtype, rngs=nnx.Rngs(seed))
-    if config.draft_vocab_size is not None:  # spread over the whole vocabulary
-        spread = np.arange(config.draft_vocab_size) * t.vocab_size // config.draft_vocab_size
-        module.vocabulary.set_value(jnp.asarray(spread, jnp.int32))
+    _spread(module, config)
     embedding, head = _shared(target)
     return BlockDrafter.of(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
 
@@ -346,14 +347,51 @@ def tiny_mtp(
     return MtpDrafter(Frozen.of(head), embedding, matrix, config, jnp.dtype(dtype), draft_tokens)
 
 
+def tiny_eagle3(
+    target: DecoderTarget,
+    seed: int = 1,
+    dtype: Any = jnp.float32,
+    draft_tokens: int = 3,
+    **changes: Any,
+) -> Eagle3Drafter:
+    """Return a random EAGLE-3 head for ``target``: three of four tokens can be drafts."""
+    t = target.config
+    fields: dict[str, Any] = dict(
+        vocab_size=t.vocab_size,
+        width=t.width,
+        tap_width=t.width,
+        taps=len(t.taps),
+        attention=AttentionConfig(heads=4, kv_heads=2, head_dim=12, rotary_dim=12, scale=0.3),
+        mlp=MlpConfig(hidden=48),
+        norm_eps=1e-6,
+        context_length=t.context_length,
+        draft_tokens=draft_tokens,
+        draft_vocab_size=t.vocab_size * 3 // 4,
+    )
+    config = Eagle3Config(**{**fields, **changes})
+    module = Eagle3(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    _spread(module, config)
+    embedding, head = _shared(target)
+    return Eagle3Drafter.of(Frozen.of(module), embedding, head, config, jnp.dtype(dtype))
+
+
 def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> Model:
-    """:func:`tiny_target` with :func:`tiny_drafter`, or with :func:`tiny_mtp` for "mtp"."""
+    """:func:`tiny_target` with a random drafter of the given kind."""
     target = tiny_target(seed, **changes)
     if kind is None:
         return Model.of(target)
-    if kind == "mtp":
-        return Model.of(target, tiny_mtp(target, seed + 1))
+    chains: dict[str, Any] = {"mtp": tiny_mtp, "eagle3": tiny_eagle3}
+    if kind in chains:
+        return Model.of(target, chains[kind](target, seed + 1))
     return Model.of(target, tiny_drafter(target, kind, seed + 1))
+
+
+def _spread(module: Any, config: BlockDrafterConfig | Eagle3Config) -> None:
+    """Spread the draft vocabulary, if there is one, over the whole vocabulary."""
+    size = config.draft_vocab_size
+    if size is not None:
+        spread = np.arange(size) * config.vocab_size // size
+        module.vocabulary.set_value(jnp.asarray(spread, jnp.int32))
 
 
 def _shared(target: DecoderTarget) -> tuple[jax.Array, jax.Array]:

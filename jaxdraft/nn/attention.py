@@ -396,10 +396,19 @@ class Attention(nnx.Module):
 
     implementation = XLA
 
-    def __init__(self, width: int, config: AttentionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        config: AttentionConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        inputs: int | None = None,
+    ):
+        """width: D. inputs: width of the rows that are projected, if it is not D."""
         self.config = config
         rows = config.query_rows + 2 * config.kv_rows
-        self.qkv = Linear(width, rows, dtype=dtype, rngs=rngs)
+        self.qkv = Linear(width if inputs is None else inputs, rows, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)

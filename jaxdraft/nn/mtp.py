@@ -8,16 +8,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdraft.config import MtpConfig
-from jaxdraft.nn.attention import Attention, attend
+from jaxdraft.nn.attention import Attention
+from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.linear import Linear
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import Rotary, rotary_tables
-from jaxdraft.state import paged
-from jaxdraft.state.paged import PagedPool
 
 
-class Mtp(nnx.Module):
+class Mtp(ChainLayer):
     """``layer(fc([norm_e(embed(next)), norm_h(hidden)]))``, then a final norm that the head reads.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, with one shared layer chained.
@@ -37,40 +36,18 @@ class Mtp(nnx.Module):
         self.mlp = feed_forward(width, config.mlp, dtype=dtype, rngs=rngs)
         self.norm = RMSNorm(width, eps, dtype=dtype)
 
-    def __call__(
-        self, embedded: jax.Array, hidden: jax.Array, count: jax.Array, pool: PagedPool
-    ) -> tuple[jax.Array, PagedPool]:
-        """Run T rows at positions ``pool.length + t``. Commits nothing.
-
-        Args:
-          embedded: [B, T, D], embeddings of the token after each row.
-          hidden: [B, T, D], the target's rows after its final norm, or this head's own.
-          count: [B] int32.
-          pool: one layer.
-
-        Returns:
-          Final-normed rows [B, T, D], and the pool with the rows written.
-        """
+    def enter(self, embedded: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See :meth:`ChainLayer.enter`; ``hidden`` is final-normed, the target's or its own."""
         dtype = self.norm.weight[...].dtype
-        steps = jnp.arange(embedded.shape[1], dtype=jnp.int32)
-        positions = pool.length[:, None] + steps[None]
-        cos, sin = self.rotary.at(positions)
         pair = [
             self.embedding_norm(embedded.astype(dtype)),
             self.hidden_norm(hidden.astype(dtype)),
         ]
         x = self.fc(jnp.concatenate(pair, axis=-1))
-        q, k, v, gate = self.mixer.project(self.input_norm(x), cos, sin)
-        pool = paged.write(pool, 0, k, v, count)
-        keys = paged.source(pool, 0, pool.length + count)
-        attended = attend(
-            q,
-            positions,
-            keys,
-            self.config.attention,
-            causal=True,
-            implementation=self.mixer.implementation,
-        )
-        x = x + self.mixer.finish(attended, gate)
+        return x, self.input_norm(x)
+
+    def leave(self, residual: jax.Array, mixed: jax.Array) -> jax.Array:
+        """See :meth:`ChainLayer.leave`; the rows are final-normed."""
+        x = residual + mixed
         x = x + self.mlp(self.post_norm(x))
-        return self.norm(x), pool
+        return self.norm(x)

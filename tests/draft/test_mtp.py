@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import jaxdraft
 from jaxdraft import DraftInfo, Feed, Model, NoDraft, Proposal, generate
-from jaxdraft.draft.mtp import MtpDrafter, MtpState
+from jaxdraft.draft.chain import ChainState
+from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.round import MAX_FAILURES
 from jaxdraft.state import paged
@@ -76,14 +77,14 @@ def feed(tokens: Any, hidden: Any, count: Any, first: Any, anchor: Any = 7, limi
     )
 
 
-def committed(state: MtpState) -> list[np.ndarray]:
+def committed(state: ChainState) -> list[np.ndarray]:
     """Keys and values of the cached pairs of each row, whatever scratch lies behind them."""
     pages = [np.asarray(x[0]) for x in (state.pool.keys, state.pool.values)]
     length = np.asarray(state.pool.length)
     return [page[b, :, : length[b]] for page in pages for b in range(len(length))]
 
 
-def assert_same(one: MtpState, other: MtpState) -> None:
+def assert_same(one: ChainState, other: ChainState) -> None:
     np.testing.assert_array_equal(one.length, other.length)
     np.testing.assert_array_equal(one.pool.length, other.pool.length)
     np.testing.assert_array_equal(one.whole, other.whole)

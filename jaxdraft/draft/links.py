@@ -1,0 +1,188 @@
+"""A chain of drafts, each from a pass that reads the draft before: its loop and its results."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import NO_TOKEN, Draw, Support
+from jaxdraft.draft.sampled import sampled_token
+from jaxdraft.ranking import best_token
+
+DRAFT_TOKENS = 3
+"""K unless chosen otherwise: no file states how far a head is chained."""
+
+CANDIDATES = 32
+"""Tokens that a drawn draft may be: the best so many of the vocabulary."""
+
+
+@struct.dataclass
+class Links:
+    """State passed from one pass to the next."""
+
+    cache: Any  # keys and values, with those of the chain's own rows
+    hidden: jax.Array | None  # [B, D], the row that the next pass reads; None: only the token
+    token: jax.Array  # [B] int32, the token that the next pass reads
+    tokens: jax.Array  # [B, K] int32, the drafts so far
+    finite: jax.Array  # [B] bool: all scores so far were finite
+    support: Support | None
+
+
+class Linked(Protocol):
+    """A drafter whose drafts are a chain. A pytree."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """K."""
+        ...
+
+    def begin(self, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None) -> Links:
+        """Return the state before pass ``first_link``."""
+        ...
+
+    @property
+    def first_link(self) -> int:
+        """Number of the first pass in the loop: 1 if :meth:`begin` runs pass 0, else 0."""
+        ...
+
+    def link(
+        self, state: Any, limit: jax.Array, draw: Draw | None, number: jax.Array, links: Links
+    ) -> Links:
+        """Run pass ``number`` [] int32."""
+        ...
+
+
+@jax.custom_jvp
+def chain(
+    drafter: Linked, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+) -> Links:
+    """Run as many passes as the widest row needs; other than on a CPU, always K.
+
+    A loop whose number of passes only the device knows would end a CUDA graph, and make the host
+    wait before every pass.
+
+    Args:
+      drafter: the drafter.
+      state: its state.
+      anchor: [B] int32.
+      limit: [B] int32, drafts of every row, at most K.
+      draw: how drafts are drawn; None: the best token.
+    """
+
+    def link(number: jax.Array, links: Links) -> Links:
+        return drafter.link(state, limit, draw, number, links)
+
+    def until_done(links: Links) -> Links:
+        return lax.fori_loop(drafter.first_link, jnp.max(limit, initial=0), link, links)
+
+    def written_out(links: Links) -> Links:
+        numbers = jnp.arange(drafter.first_link, drafter.draft_tokens, dtype=jnp.int32)
+        return lax.scan(lambda c, i: (link(i, c), None), links, numbers, unroll=True)[0]
+
+    start = drafter.begin(state, anchor, limit, draw)
+    return lax.platform_dependent(start, cpu=until_done, default=written_out)
+
+
+@chain.defjvp
+def _chain_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Differentiate a loop of K passes that skips those that no row needs.
+
+    Reverse mode does not allow the dynamic end of the other loop.
+    """
+    return jax.jvp(_whole_chain, primals, tangents)
+
+
+def _whole_chain(
+    drafter: Linked, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+) -> Links:
+    """Compute what :func:`chain` does, in a loop whose length is static."""
+    passes = jnp.max(limit, initial=0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(links: Links, number: jax.Array) -> tuple[Links, None]:
+        link = functools.partial(drafter.link, state, limit, draw, number)
+        return lax.cond(number < passes, link, lambda links: links, links), None
+
+    numbers = jnp.arange(drafter.first_link, drafter.draft_tokens, dtype=jnp.int32)
+    return lax.scan(step, drafter.begin(state, anchor, limit, draw), numbers)[0]
+
+
+def no_links(
+    cache: Any,
+    hidden: jax.Array | None,
+    anchor: jax.Array,
+    draw: Draw | None,
+    draft_tokens: int,
+    draftable: int,
+) -> Links:
+    """Return a chain without drafts.
+
+    Args:
+      cache: keys and values.
+      hidden: [B, D], the row that pass 0 reads, or None.
+      anchor: [B] int32, the token that pass 0 reads.
+      draw: how drafts are drawn; None: the best token.
+      draft_tokens: K.
+      draftable: tokens that a draft can be.
+    """
+    shape = (anchor.shape[0], draft_tokens)
+    support = None
+    if draw is not None:
+        wide = (*shape, min(CANDIDATES, draftable))
+        support = Support(jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+    return Links(
+        cache=cache,
+        hidden=hidden,
+        token=anchor.astype(jnp.int32),
+        tokens=jnp.full(shape, NO_TOKEN, jnp.int32),
+        finite=jnp.ones(shape[:1], bool),
+        support=support,
+    )
+
+
+def with_draft(
+    links: Links,
+    logits: jax.Array,
+    drafts: jax.Array,
+    draw: Draw | None,
+    number: jax.Array,
+    tokens: jax.Array | None = None,
+) -> Links:
+    """Return the links with the draft of pass ``number``: the best token, or a drawn one.
+
+    Args:
+      links: links before the pass.
+      logits: [B, V'] float32, scores of the pass.
+      drafts: [B] bool: whether the row uses the draft.
+      draw: how drafts are drawn; None: the best token.
+      number: [] int32.
+      tokens: [V'] int32, token of each score. Default: its place.
+    """
+
+    def ids(places: jax.Array) -> jax.Array:
+        return places if tokens is None else jnp.take(tokens, places, axis=0, mode="clip")
+
+    # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
+    best = best_token(logits)
+    top = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    token, support = ids(best), links.support
+    if support is not None:
+        assert draw is not None
+        drawn, among, probs = sampled_token(logits, draw, number, support.tokens.shape[2])
+        token = ids(drawn)
+        support = Support(
+            support.tokens.at[:, number].set(ids(among)), support.probs.at[:, number].set(probs)
+        )
+    return replace(
+        links,
+        token=token,
+        tokens=links.tokens.at[:, number].set(token),
+        finite=links.finite & (jnp.isfinite(top) | ~drafts),
+        support=support,
+    )
