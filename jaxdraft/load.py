@@ -138,9 +138,8 @@ def assemble(
     from jaxdraft.target import DecoderTarget
 
     decoder = loaded.target
-    params = decoder.params
-    embedding = params["embed"]["weight"]
-    head = embedding if loaded.target_config.tied else params["head"]["weight"]
+    tables = decoder()
+    embedding, head = tables.embed.table, tables.head_weight
     target = DecoderTarget(decoder, loaded.target_config, embedding.dtype)
     if blocked:
         target = target.blocked()

@@ -14,7 +14,7 @@ from jaxdraft.base import Head, TargetOutput
 from jaxdraft.config import TargetConfig
 from jaxdraft.nn import delta_net
 from jaxdraft.nn.decoder import Decoder
-from jaxdraft.nn.linear import BlockedLinear, Frozen, add_blocks, fits_blocks
+from jaxdraft.nn.linear import BlockedLinear, Embedding, Frozen, add_blocks, fits_blocks
 from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.decoder import DecoderState
@@ -34,7 +34,7 @@ class DecoderTarget:
     @classmethod
     def of(cls, decoder: Decoder) -> DecoderTarget:
         """Freeze ``decoder``."""
-        return cls(Frozen.of(decoder), decoder.config, decoder.embed.weight[...].dtype)
+        return cls(Frozen.of(decoder), decoder.config, decoder.embed.table.dtype)
 
     def blocked(self) -> DecoderTarget:
         """The same target, its matrices in blocks too: twice the memory, for short windows on CPUs.
@@ -44,7 +44,8 @@ class DecoderTarget:
         """
         decoder = self.decoder()
         add_blocks(decoder)
-        if decoder.own_head is None and fits_blocks(self.vocab_size):
+        dense = isinstance(decoder.embed, Embedding)
+        if dense and decoder.own_head is None and fits_blocks(self.vocab_size):
             decoder.head = BlockedLinear(decoder.embed.weight[...])
         return dataclasses.replace(self, decoder=Frozen.of(decoder))
 

@@ -20,7 +20,8 @@ from jaxdraft.draft.confident import ConfidentDrafter
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
-from jaxdraft.nn.linear import PackedLinear, matmul
+from jaxdraft.nn.linear import matmul
+from jaxdraft.nn.packed import PackedLinear
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.train.blocks import block_features
 from jaxdraft.train.sequence import decoder_rows, mtp_chain

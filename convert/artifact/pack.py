@@ -14,7 +14,8 @@ from convert.artifact.quantized import PackedBytes, Quantized, Scales
 from convert.build import Path
 from convert.recipes import Piece, Recipe
 from convert.tensors import FLOATS
-from jaxdraft.nn.linear import Linear, PackedLinear
+from jaxdraft.nn.linear import Linear
+from jaxdraft.nn.packed import PackedLinear
 
 
 def pack(

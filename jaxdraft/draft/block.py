@@ -29,7 +29,8 @@ from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
-from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.nn.linear import Frozen, matmul, take
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.ranking import largest_first
 from jaxdraft.sizes import check_slots, page_count, ring_pages
 from jaxdraft.state import paged, ring
@@ -76,8 +77,8 @@ class BlockDrafter(DrafterDefaults):
     """
 
     backbone: Frozen[BlockBackbone]
-    embedding: jax.Array  # [V, D]
-    head: jax.Array  # [V, D], or [V', D]
+    embedding: jax.Array | PackedMatrix  # [V, D]
+    head: jax.Array | PackedMatrix  # [V, D], or [V', D]
     config: BlockDrafterConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     path: str = struct.field(pytree_node=False, default="walk")
@@ -94,8 +95,8 @@ class BlockDrafter(DrafterDefaults):
     def of(
         cls,
         backbone: Frozen[BlockBackbone],
-        embedding: jax.Array,
-        head: jax.Array,
+        embedding: jax.Array | PackedMatrix,
+        head: jax.Array | PackedMatrix,
         config: BlockDrafterConfig,
         dtype: jnp.dtype,
     ) -> BlockDrafter:
@@ -350,7 +351,7 @@ class BlockDrafter(DrafterDefaults):
         anchor = jnp.clip(anchor, 0, config.vocab_size - 1)
         masks = jnp.full((batch, config.block_size - 1), config.mask_token, jnp.int32)
         block = jnp.concatenate([anchor[:, None], masks], axis=1)
-        embedded = jnp.take(self.embedding, block, axis=0)
+        embedded = take(self.embedding, block)
         features = backbone.block(embedded, state.length, self._context(state))
         features = features[:, : self.draft_tokens]
         logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
@@ -385,12 +386,15 @@ def cost(config: BlockDrafterConfig, dtype: DTypeLike) -> DrafterCost:
 
 
 def draft_head(
-    backbone: Frozen[BlockBackbone], head: jax.Array, config: BlockDrafterConfig
-) -> jax.Array:
+    backbone: Frozen[BlockBackbone], head: jax.Array | PackedMatrix, config: BlockDrafterConfig
+) -> jax.Array | PackedMatrix:
     """Return the head's rows [V, D] that score drafts: all, or the draft vocabulary's."""
     if config.draft_vocab_size is None:
         return head
-    return jnp.take(head, backbone.params["vocabulary"], axis=0)
+    vocabulary = backbone.params["vocabulary"]
+    if isinstance(head, PackedMatrix):
+        return head.select(vocabulary)
+    return jnp.take(head, vocabulary, axis=0)
 
 
 def _start(cache: Ring | PagedPool) -> BlockState:

@@ -12,7 +12,8 @@ from jaxdraft.draft.chain import ChainDrafter
 from jaxdraft.draft.links import DRAFT_TOKENS
 from jaxdraft.guard import needed
 from jaxdraft.nn.eagle3 import Eagle3
-from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.nn.linear import Frozen, matmul, take
+from jaxdraft.nn.packed import PackedMatrix
 
 
 @struct.dataclass
@@ -23,8 +24,8 @@ class Eagle3Drafter(ChainDrafter):
     """
 
     eagle3: Frozen[Eagle3]
-    embedding: jax.Array | None  # [V, D]; None: the module has its own
-    head: jax.Array | None  # [V, D]; None: the module has its own
+    embedding: jax.Array | PackedMatrix | None  # [V, D]; None: the module has its own
+    head: jax.Array | PackedMatrix | None  # [V, D]; None: the module has its own
     config: Eagle3Config = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
@@ -33,8 +34,8 @@ class Eagle3Drafter(ChainDrafter):
     def of(
         cls,
         eagle3: Frozen[Eagle3],
-        embedding: jax.Array,
-        head: jax.Array,
+        embedding: jax.Array | PackedMatrix,
+        head: jax.Array | PackedMatrix,
         config: Eagle3Config,
         dtype: jnp.dtype,
     ) -> Eagle3Drafter:
@@ -67,8 +68,7 @@ class Eagle3Drafter(ChainDrafter):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> vectors [..., D]."""
-        table = self.layer().embed.weight[...] if self.embedding is None else self.embedding
-        return jnp.take(table, tokens, axis=0, mode="clip")
+        return take(self.layer().embed.table if self.embedding is None else self.embedding, tokens)
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """Return the logits of the layer's rows: [..., D] -> [..., V'] float32."""

@@ -11,8 +11,9 @@ from jaxdraft.config import MtpConfig
 from jaxdraft.draft.chain import ChainDrafter
 from jaxdraft.draft.links import DRAFT_TOKENS
 from jaxdraft.guard import needed
-from jaxdraft.nn.linear import Frozen, matmul
+from jaxdraft.nn.linear import Frozen, matmul, take
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.nn.packed import PackedMatrix
 
 
 @struct.dataclass
@@ -23,8 +24,8 @@ class MtpDrafter(ChainDrafter):
     """
 
     mtp: Frozen[Mtp]
-    embedding: jax.Array  # [V, D]
-    head: jax.Array  # [V, D]
+    embedding: jax.Array | PackedMatrix  # [V, D]
+    head: jax.Array | PackedMatrix  # [V, D]
     config: MtpConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
@@ -48,7 +49,7 @@ class MtpDrafter(ChainDrafter):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [...] -> vectors [..., D]."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        return take(self.embedding, tokens)
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """Return the logits of the head's rows: [..., D] -> [..., V] float32."""

@@ -14,6 +14,7 @@ from jaxdraft.nn.delta_net import DeltaNet
 from jaxdraft.nn.linear import Embedding, Linear, matmul
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.nn.rope import Rotary, rotary_tables
 from jaxdraft.state import paged, ring
 from jaxdraft.state.decoder import DecoderState
@@ -52,9 +53,9 @@ class Decoder(nnx.Module):
             self.head = Linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
 
     @property
-    def head_weight(self) -> jax.Array:
-        """[V, D]; the embedding itself when the two are tied."""
-        return (self.embed if self.config.tied else self.head).weight[...]
+    def head_weight(self) -> jax.Array | PackedMatrix:
+        """[V, D], dense or packed; the embedding itself when the two are tied."""
+        return (self.embed if self.config.tied else self.head).table
 
     @property
     def own_head(self) -> Linear | None:
@@ -65,7 +66,7 @@ class Decoder(nnx.Module):
         """Rows after the final norm [..., D] -> [..., V] float32."""
         if self.own_head is not None:
             return self.own_head(hidden, out_dtype=jnp.float32)
-        return matmul(hidden, self.embed.weight[...], out_dtype=jnp.float32)
+        return matmul(hidden, self.embed.table, out_dtype=jnp.float32)
 
     def __call__(
         self,

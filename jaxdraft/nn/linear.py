@@ -13,19 +13,11 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import linear as fused
+from jaxdraft.kernels.linear import Form
+from jaxdraft.nn.packed import PackedLinear, PackedMatrix
+from jaxdraft.nn.product import multiply_dense, precision
 
 M = TypeVar("M", bound=nnx.Module)
-
-
-def precision(dtype: DTypeLike) -> lax.Precision:
-    """Full float32 products for float32 operands.
-
-    On CPUs this changes nothing. On GPUs the default would round float32 operands to TF32, ten
-    bits of mantissa, and no golden would hold.
-    """
-    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
 
 
 class Linear(nnx.Module):
@@ -41,6 +33,11 @@ class Linear(nnx.Module):
             jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32).astype(dtype)
             * jnp.asarray(scale, dtype)
         )
+
+    @property
+    def table(self) -> jax.Array:
+        """W, [out, in]."""
+        return self.weight[...]
 
     def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the weights."""
@@ -163,237 +160,39 @@ def add_blocks(module: nnx.Module) -> None:
                 setattr(part, name, BlockedLinear(linear.weight[...]))
 
 
-_MANY_ROWS = 512
-"""From here on, as in training, the plain product with rows first: the others are for few rows."""
-
-
-def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+def matmul(
+    x: jax.Array, weight: jax.Array | PackedMatrix, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
     """[..., in] x [out, in] -> [..., out].
 
     Args:
       x: rows; cast to the dtype of ``weight``.
-      weight: [out, in].
+      weight: [out, in], dense or packed.
       out_dtype: dtype of the sums and of the result; default: that of ``weight``.
     """
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    many = rows.shape[0] >= _MANY_ROWS
-    product = lax.platform_dependent(
-        weight,
-        rows,
-        cpu=functools.partial(_rows_first if many else _product_in_halves, out_dtype=out_dtype),
-        default=functools.partial(_product_apart, out_dtype=out_dtype),
-    )
-    return product.T.reshape(*x.shape[:-1], weight.shape[0])
+    if isinstance(weight, PackedMatrix):
+        return weight.matmul(x, out_dtype=out_dtype)
+    return multiply_dense(x, weight, out_dtype=out_dtype)
 
 
-def _product(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
-    """[out, in] x [rows, in] -> [out, rows]: the long axis first, one pass over the weights."""
-    return lax.dot_general(
-        weight,
-        rows,
-        (((1,), (1,)), ((), ())),
-        precision=precision(weight.dtype),
-        preferred_element_type=out_dtype,
-    )
+def take(table: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
+    """Token ids [...] -> rows [..., D] of a table [V, D], dense or packed.
 
-
-def _product_apart(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
-    """Compute the product without merging it with another product of the same rows.
-
-    XLA's GPU compiler makes one product of several that share their rows, and concatenates their
-    weights for it in every call: at 27B, 16 GB per round. Behind the barrier the rows of every
-    product are an array of its own.
-
-    A single row of float16 gets a row of zeros beside it. For GPUs before Ampere the compiler has
-    no product of a matrix and one such row, and would make float32 of the matrix in every call.
+    Ids outside 0..V-1 give the row of the nearest id: padding may hold any value, and a padded row
+    is never committed.
     """
-    single = rows.shape[0] == 1 and weight.dtype == jnp.float16
-    if single:
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    weight, rows = lax.optimization_barrier((weight, rows))
-    return _product(weight, rows, out_dtype=out_dtype)[:, : 1 if single else None]
+    if isinstance(table, PackedMatrix):
+        return table.take(tokens)
+    return jnp.take(table, tokens, axis=0, mode="clip")
 
 
-def _rows_first(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
-    """Compute the product as [rows, out]."""
-    product = lax.dot_general(
-        rows,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=precision(weight.dtype),
-        preferred_element_type=out_dtype,
-    )
-    return product.T
-
-
-def _product_in_halves(
-    weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None
-) -> jax.Array:
-    """Compute it as a batch of two: XLA runs one thin product on one core, a batch on several.
-
-    With 8 rows on two cores this takes three quarters of the time of :func:`_product`, with 1 row
-    no more (``experiments/linear_forms.md``). Splitting [out, in] along ``out`` moves nothing in
-    memory.
-    """
-    outputs, inputs = weight.shape
-    if outputs % 2:
-        return _product(weight, rows, out_dtype=out_dtype)
-    halves = lax.dot_general(
-        weight.reshape(2, outputs // 2, inputs),
-        jnp.broadcast_to(rows[None], (2, *rows.shape)),
-        (((2,), (2,)), ((0,), (0,))),
-        precision=precision(weight.dtype),
-        preferred_element_type=out_dtype,
-    )
-    return halves.reshape(outputs, rows.shape[0])
-
-
-class Packed(nnx.Variable):
-    """Quantized numbers, packed into bytes, or their scales; no optimizer touches them."""
-
-
-class PackedLinear(nnx.Module):
-    """A :class:`Linear` whose weights stay quantized in memory.
-
-    ``W[o, k] = (q[o, k] - 2**(bits - 1)) * scale[o, k // block]``, in float32 and rounded once to
-    ``dtype``: bit for bit the matrix that dequantizing on load gives. Source: ``MatMulNBits`` of
-    ``com.microsoft`` without zero points.
-
-    Args:
-      weight_q: [out, blocks, block * bits / 8] uint8, values packed low bits first. The last block
-        is stored whole; values past ``inputs`` are ignored.
-      scales: [out, blocks], any float dtype.
-      bits: bits per value: 2, 4 or 8.
-      block: number of values that share a scale.
-      inputs: K, the width of the input rows.
-      dtype: type of the products and of the result.
-
-    Raises:
-      ValueError: the arrays do not fit ``bits``, ``block`` and ``inputs``.
-    """
-
-    implementation = XLA
-
-    def __init__(
-        self,
-        weight_q: jax.Array | jax.ShapeDtypeStruct,
-        scales: jax.Array | jax.ShapeDtypeStruct,
-        *,
-        bits: int,
-        block: int,
-        inputs: int,
-        dtype: DTypeLike,
-    ):
-        if bits not in (2, 4, 8) or block < 1 or block * bits % 8:
-            raise ValueError(f"blocks of {block} values of {bits} bits do not fill bytes")
-        blocks = -(-inputs // block)
-        wanted = (*scales.shape[:1], blocks, block * bits // 8)
-        if weight_q.shape != wanted or scales.shape != wanted[:2]:
-            raise ValueError(
-                f"weight_q is {weight_q.shape} and scales are {scales.shape}; expected {wanted} "
-                f"and {wanted[:2]} for {inputs} inputs in blocks of {block}"
-            )
-        self.weight_q = Packed(weight_q)
-        self.scales = Packed(scales)
-        self.bits = bits
-        self.block = block
-        self.inputs = inputs
-        self.dtype = jnp.dtype(dtype)
-
-    @property
-    def form(self) -> fused.Form:
-        """The matrix's form, as kernels read it."""
-        return fused.Form(self.inputs, self.scales[...].shape[0], self.dtype, self.bits, self.block)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out], in ``dtype``."""
-        weight_q, scales = self.weight_q[...], self.scales[...]
-        if self.implementation == PALLAS and fused.serves(x):
-            return fused.product(self.form, x, (weight_q, scales), xla=multiply)
-        rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        count, blocks = rows.shape[0], scales.shape[1]
-        rows = jnp.pad(rows, ((0, 0), (0, blocks * self.block - self.inputs)))
-        # Plane p holds every (8 / bits)th value; picking the same columns of x needs no unpacking.
-        planes = rows.reshape(count, -1, 8 // self.bits)
-        planes = jnp.transpose(planes, (2, 0, 1))  # [planes, rows, bytes]
-        product = lax.platform_dependent(
-            weight_q, scales, planes, cpu=self._product_in_turn, default=self._product
-        )
-        return product.T.reshape(*x.shape[:-1], scales.shape[0])
-
-    def dequantized(self) -> jax.Array:
-        """W, [out, in] in ``dtype``."""
-        planes = self._planes(self.weight_q[...], self.scales[...])
-        values = jnp.moveaxis(planes, 0, -1).reshape(planes.shape[1], -1)
-        return values[:, : self.inputs]
-
-    def _planes(self, weight_q: jax.Array, scales: jax.Array) -> jax.Array:
-        """W as [planes, out, bytes]: plane p holds values p, p + 8 / bits, ... of a row.
-
-        Flat rows and repeated scales, because XLA's CPU backend runs this on vectors and the same
-        over blocks (``q[o, b, i] * scale[o, b]``) number by number, five times slower.
-        """
-        outputs, _, width = weight_q.shape
-        shifts = jnp.arange(0, 8, self.bits, dtype=jnp.uint8).reshape(-1, 1, 1)
-        values = jnp.right_shift(weight_q.reshape(1, outputs, -1), shifts)
-        values = values & jnp.uint8((1 << self.bits) - 1)
-        centred = values.astype(jnp.float32) - (1 << (self.bits - 1))
-        factors = jnp.repeat(scales.astype(jnp.float32), width, axis=1)
-        return (centred * factors[None]).astype(self.dtype)
-
-    def _product(self, weight_q: jax.Array, scales: jax.Array, planes: jax.Array) -> jax.Array:
-        """[planes, rows, bytes] -> [out, rows]: a batch over the planes, then their sum."""
-        weight = self._planes(weight_q, scales)
-        if self.bits == 8 and weight.shape[1] % 2 == 0:  # one plane: see _product_in_halves
-            return _product_in_halves(weight[0], planes[0], out_dtype=None)
-        parts = lax.dot_general(
-            weight,
-            planes,
-            (((2,), (2,)), ((0,), (0,))),
-            precision=precision(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        # One by one: XLA's CPU backend takes five times as long for jnp.sum(parts, axis=0).
-        return functools.reduce(jnp.add, list(parts)).astype(self.dtype)
-
-    def _product_in_turn(
-        self, weight_q: jax.Array, scales: jax.Array, planes: jax.Array
-    ) -> jax.Array:
-        """Compute the product, no earlier than ``planes`` is known.
-
-        Else XLA's scheduler takes the dequantized matrices, which depend on weights alone, out of
-        their order, and one program holds those of all layers at once: as many bytes as without
-        packing, and four times the time. Adding a zero that XLA cannot foresee keeps them in turn;
-        an ``optimization_barrier`` is gone before the scheduler looks.
-        """
-        first = planes.reshape(-1)[:1].astype(jnp.float32)
-        bits = lax.bitcast_convert_type(first, jnp.uint32)
-        zero = jnp.right_shift(jnp.right_shift(bits, jnp.uint32(16)), jnp.uint32(16))
-        weight_q = weight_q ^ zero.astype(jnp.uint8).reshape(1, 1, 1)
-        return self._product(weight_q, scales, planes)
-
-
-def matrix(linear: Linear | PackedLinear) -> tuple[fused.Form, tuple[jax.Array, ...]]:
-    """The form and the arrays of a matrix, as kernels and :func:`multiply` read them."""
+def matrix(linear: Linear | PackedLinear) -> tuple[Form, tuple[jax.Array, ...]]:
+    """The form and the arrays of a matrix, as :func:`jaxdraft.nn.packed.multiply` reads them."""
     if isinstance(linear, PackedLinear):
-        return linear.form, (linear.weight_q[...], linear.scales[...])
+        return linear.form, linear.table.weights
     weight = linear.weight[...]
     outputs, inputs = weight.shape
-    return fused.Form(inputs, outputs, weight.dtype), (weight,)
-
-
-def multiply(form: fused.Form, x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
-    """[..., in] -> [..., results] with a matrix of this form, without a kernel."""
-    if form.gated:
-        plain = dataclasses.replace(form, gated=False)
-        gate, up = jnp.split(multiply(plain, x, weights), 2, axis=-1)
-        return jax.nn.silu(gate) * up
-    if not form.bits:
-        return matmul(x, weights[0])
-    linear = PackedLinear(
-        *weights, bits=form.bits, block=form.block, inputs=form.inputs, dtype=form.dtype
-    )
-    return linear(x)
+    return Form(inputs, outputs, weight.dtype), (weight,)
 
 
 class Embedding(nnx.Module):
@@ -403,13 +202,14 @@ class Embedding(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab_size, width), jnp.float32)
         self.weight = nnx.Param(table.astype(dtype))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Token ids [...] -> vectors [..., D].
+    @property
+    def table(self) -> jax.Array:
+        """[V, D]."""
+        return self.weight[...]
 
-        Ids outside 0..V-1 give the vector of the nearest id: padding may hold any value,
-        and a padded row is never committed.
-        """
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [...] -> vectors [..., D]; see :func:`take`."""
+        return take(self.weight[...], tokens)
 
 
 class Table(nnx.Variable):

@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 from jaxdraft.config import MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import linear as fused
-from jaxdraft.nn.linear import Linear, matrix, multiply, precision
+from jaxdraft.nn.linear import Linear, matrix
+from jaxdraft.nn.packed import multiply
+from jaxdraft.nn.product import precision
 
 
 class Mlp(nnx.Module):
@@ -26,8 +28,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        if self.implementation == PALLAS and fused.serves(x):
-            form, weights = matrix(self.gate_up)
+        form, weights = matrix(self.gate_up)
+        if self.implementation == PALLAS and form.served and fused.serves(x):
             gated = dataclasses.replace(form, gated=True)
             return self.down(fused.product(gated, x, weights, xla=multiply))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)

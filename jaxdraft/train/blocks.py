@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdraft.nn.block_drafter import BlockBackbone
+from jaxdraft.nn.linear import take
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.state.paged import Chunk, Source
 
 
 def block_features(
     backbone: BlockBackbone,
-    embedding: jax.Array,
+    embedding: jax.Array | PackedMatrix,
     aux: jax.Array,
     tokens: jax.Array,
     anchors: jax.Array,
@@ -60,7 +62,7 @@ def block_features(
 
     anchor = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
     masks = jnp.full((batch * count, config.block_size - 1), config.mask_token, tokens.dtype)
-    embedded = jnp.take(embedding, jnp.concatenate([anchor, masks], axis=1), axis=0)
+    embedded = take(embedding, jnp.concatenate([anchor, masks], axis=1))
     rows = backbone.block(embedded, first, context)
     return rows.reshape(batch, count, config.draft_tokens, config.width)
 

@@ -13,6 +13,7 @@ from jaxdraft.base import MASKED
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.train.blocks import block_features, following
 from jaxdraft.train.optimize import Metrics
 from jaxdraft.train.sequence import decoder_rows, head_logits, mtp_chain
@@ -88,8 +89,8 @@ class DraftLoss:
       links: number of drafts of an MTP head; a block drafter has its own number.
     """
 
-    embedding: jax.Array
-    head: jax.Array
+    embedding: jax.Array | PackedMatrix
+    head: jax.Array | PackedMatrix
     decay: float = 4.0
     head_weight: float = 1.0
     pair_weight: float = 1.0
@@ -114,7 +115,9 @@ class DraftLoss:
         )  # [B, n, K, D]
         head = self.head
         if config.draft_vocab_size is not None:
-            head = jnp.take(head, backbone.vocabulary[...], axis=0)
+            ids = backbone.vocabulary[...]
+            dense = not isinstance(head, PackedMatrix)
+            head = jnp.take(head, ids, axis=0) if dense else head.select(ids)
         logits = head_logits(features, head)
         labels = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=1))
         before = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=0))
@@ -182,7 +185,7 @@ class DraftLoss:
         }
 
     @staticmethod
-    def _teacher(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    def _teacher(hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
         """Return the target's logits [B, n, K, V]."""
         return lax.stop_gradient(head_logits(hidden, head))
 

@@ -17,8 +17,9 @@ from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.nn.attention import Attention
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.delta_net import DeltaNet, delta_rule
-from jaxdraft.nn.linear import matmul, precision
+from jaxdraft.nn.linear import matmul, precision, take
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.state.recurrent import Capsule, Recurrent, commit
 
 CHUNK = 32
@@ -59,7 +60,7 @@ def decoder_rows(decoder: Decoder, tokens: jax.Array) -> DecoderRows:
     return DecoderRows(aux, decoder.norm(x))
 
 
-def head_logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+def head_logits(hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
     """Return logits [..., V] float32 for rows [..., D] after the final norm."""
     return matmul(hidden, head, out_dtype=jnp.float32)
 
@@ -142,7 +143,7 @@ def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.
 
 
 def mtp_chain(
-    mtp: Mtp, embedding: jax.Array, hidden: jax.Array, tokens: jax.Array, links: int
+    mtp: Mtp, embedding: jax.Array | PackedMatrix, hidden: jax.Array, tokens: jax.Array, links: int
 ) -> list[jax.Array]:
     """Chain the head ``links`` times from every row of a sequence, fed with the true tokens.
 
@@ -169,7 +170,7 @@ def mtp_chain(
     outputs: list[jax.Array] = []
     for link in range(links):
         following = padded[:, 1 + link : 1 + link + steps]
-        embedded = jnp.take(embedding, following, axis=0, mode="clip").astype(hidden.dtype)
+        embedded = take(embedding, following).astype(hidden.dtype)
         pair = [mtp.embedding_norm(embedded), mtp.hidden_norm(hidden)]
         x = mtp.fc(jnp.concatenate(pair, axis=-1))
         positions = jnp.arange(steps, dtype=jnp.int32)[None] + link

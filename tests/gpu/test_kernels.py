@@ -19,7 +19,7 @@ from jaxdraft.kernels import delta_net, linear
 from jaxdraft.kernels.linear import Form
 from jaxdraft.nn.attention import attend
 from jaxdraft.nn.delta_net import DeltaNet, _window_of_rates
-from jaxdraft.nn.linear import multiply
+from jaxdraft.nn.packed import multiply
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import Chunk, PagedPool
 from jaxdraft.state.recurrent import Recurrent

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxdraft.kernels import linear as fused
 from jaxdraft.kernels.linear import MOST_ROWS, Form
-from jaxdraft.nn.linear import PackedLinear, multiply
+from jaxdraft.nn.packed import PackedLinear, multiply
 from tests.examples import examples
 
 WITHIN = 2e-6

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxdraft
-from jaxdraft.nn.linear import Packed, PackedLinear, matmul
+from jaxdraft.nn.linear import matmul
+from jaxdraft.nn.packed import Packed, PackedLinear
 from tests.convert.test_dequantize import case, pack, plain
 from tests.paths import artifact, artifact_names
 from tests.test_generate import compilations
