@@ -143,20 +143,26 @@ class MlpConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """Routed experts beside one shared expert (Qwen3.5 MoE).
+    """Routed experts, perhaps beside one shared expert.
 
     Attributes:
       experts: number of experts E.
-      active: number of experts per token; their weights are a softmax over E, the best ``active``
-        kept and renormalised.
+      active: number of experts per token; their weights are the best ``active`` of a softmax over
+        E.
       hidden: inner channels of one expert.
       shared_hidden: inner channels of the shared expert, which a sigmoid gate scales; 0 for none.
+      renormalized: the weights of a token's experts are divided by their sum, which makes them a
+        softmax over the chosen experts alone.
+      limit: 0 for experts of ``silu(gate) * up``; else bound of gate and up in the activation
+        ``(clip(up, -limit, limit) + 1) * g * sigmoid(1.702 * g)``, ``g = min(gate, limit)``.
     """
 
     experts: int
     active: int
     hidden: int
     shared_hidden: int
+    renormalized: bool = True
+    limit: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +177,7 @@ class TargetConfig:
       attention: shape of the softmax-attention layers that see everything, if there are any.
       sliding: shape of the softmax-attention layers with a window, if there are any.
       delta_net: shape of the delta-net layers, if there are any.
-      mlp: the feed-forward part of every layer.
+      mlp: the feed-forward part of every layer but ``dense_layers``.
       norm_eps: epsilon of the RMSNorms on the residual stream.
       tied: the head is the embedding, one array.
       context_length: positions the rotary table covers; no sequence is longer.

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from jaxdraft.config import MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import linear as fused
+from jaxdraft.nn.experts import Experts, run_experts
 from jaxdraft.nn.linear import Linear, matrix
 from jaxdraft.nn.packed import multiply
-from jaxdraft.nn.product import precision
 
 
 class Mlp(nnx.Module):
@@ -37,13 +37,14 @@ class Mlp(nnx.Module):
 
 
 class Moe(nnx.Module):
-    """Softmax over E experts, the best k kept and renormalised, plus a gated shared expert.
+    """Softmax over E experts, of which each row runs the best k, perhaps beside a shared expert.
 
-    No row is sorted and none is dropped for capacity. Other than on CPUs, few rows read the experts
-    that they chose and no others; more rows, and all rows on CPUs, run through every expert, and
-    the weights select.
+    No row is dropped for capacity. On CPUs a loop reads every expert that some row chose, once, and
+    multiplies the rows that chose it. Elsewhere few rows read the experts that they chose and no
+    others; more rows run through every expert, and the weights select.
 
-    Source: ``com.microsoft.MoE`` (swiglu, normalize_routing_weights = 1) and ``GatedAdd``.
+    Source: ``com.microsoft.MoE`` (swiglu) and ``GatedAdd``; transformers' ``qwen3_moe`` and
+    ``gpt_oss``.
     """
 
     def __init__(self, width: int, config: MoeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -65,61 +66,22 @@ class Moe(nnx.Module):
         """[B, T, D] -> [B, T, D]."""
         c = self.config
         rows = x.reshape(-1, x.shape[-1])
-        probability = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
-        best, chosen = jax.lax.top_k(probability, c.active)
-        best = best / jnp.sum(best, axis=-1, keepdims=True)
-        experts = (rows, best, chosen, self.gate_up[...], self.down[...])
-        if rows.shape[0] * c.active < c.experts:
-            y = jax.lax.platform_dependent(*experts, cpu=_all_experts, default=_chosen_experts)
-        else:
-            y = _all_experts(*experts)
+        share, chosen = self.route(rows)
+        y = run_experts(c, rows, share, chosen, Experts(self.gate_up[...], self.down[...]))
         if c.shared_hidden:
             y = y + self.shared(rows) * jax.nn.sigmoid(self.shared_gate(rows))
         return y.reshape(x.shape)
 
+    def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the weights [R, k] float32 and the indices [R, k] of the experts of each row.
 
-def _all_experts(
-    rows: jax.Array, share: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> jax.Array:
-    """Run every expert over every row.
-
-    Args:
-      rows: [R, D].
-      share: [R, k] float32, the weights of the experts of each row.
-      chosen: [R, k] int32, indices of those experts.
-      gate_up: [E, 2 I, D].
-      down: [E, D, I].
-
-    Returns:
-      [R, D].
-    """
-    which = jax.nn.one_hot(chosen, gate_up.shape[0], dtype=jnp.float32)
-    weight = jnp.sum(which * share[..., None], axis=1)  # [R, E]
-    exact = precision(rows.dtype)
-    inner = jnp.einsum("eid,td->eti", gate_up, rows, precision=exact)
-    gate, up = jnp.split(inner, 2, axis=-1)
-    active = jax.nn.silu(gate) * up * weight.T[..., None].astype(rows.dtype)
-    return jnp.einsum("edi,eti->td", down, active, precision=exact)
-
-
-def _chosen_experts(
-    rows: jax.Array, share: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> jax.Array:
-    """Compute the same from the chosen experts alone.
-
-    Written as sums and not as products: XLA's GPU compiler reads a gathered matrix in place
-    when a sum follows, and copies it for a product.
-    """
-
-    def product(matrices: jax.Array, vectors: jax.Array) -> jax.Array:  # [E, X, Y], [R k, Y]
-        picked = jnp.take(matrices, chosen.reshape(-1), axis=0, mode="clip").astype(jnp.float32)
-        summed = jnp.sum(picked * vectors[:, None].astype(jnp.float32), axis=-1)
-        return summed.astype(rows.dtype)  # [R k, X]
-
-    gate, up = jnp.split(product(gate_up, jnp.repeat(rows, chosen.shape[1], axis=0)), 2, axis=-1)
-    active = jax.nn.silu(gate) * up * share.reshape(-1, 1).astype(rows.dtype)
-    each = product(down, active).reshape(*chosen.shape, -1)  # [R, k, D]
-    return jnp.sum(each.astype(jnp.float32), axis=1).astype(rows.dtype)
+        Renormalized weights are a softmax over the chosen experts alone, which is the same.
+        """
+        probability = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
+        best, chosen = jax.lax.top_k(probability, self.config.active)
+        if self.config.renormalized:
+            best = best / jnp.sum(best, axis=-1, keepdims=True)
+        return best, chosen
 
 
 def feed_forward(
