@@ -75,14 +75,15 @@ def locate(folder: Path, location: str, file: str, where: str) -> Path:
     """Return the regular file ``location`` of ``folder``; see :func:`convert.paths.contained`.
 
     One link out of the folder is followed: a snapshot of the Hugging Face cache,
-    ``models--x/snapshots/revision``, consists of links into ``models--x/blobs``.
+    ``models--x/snapshots/revision``, and a folder in it consist of links into ``models--x/blobs``.
     """
     real = Path(os.path.realpath(folder))
     path = real / location
     plain = bool(location) and os.path.basename(location) == location and "\0" not in location
-    if plain and real.parent.name == "snapshots" and path.is_symlink():
+    snapshots = [each for each in list(real.parents)[:2] if each.name == "snapshots"]
+    if plain and snapshots and path.is_symlink():
         blob = Path(os.path.realpath(path))
-        if blob.parent == real.parent.parent / "blobs" and blob.is_file():
+        if blob.parent == snapshots[0].parent / "blobs" and blob.is_file():
             return blob
     return contained(folder, location, file, where)
 

@@ -23,7 +23,7 @@ from rich.text import Text as Styled
 from jaxdraft.checks import format_bytes
 from jaxdraft.data import EMBEDDED
 from jaxdraft.generate import Event, Output, generate, stream
-from jaxdraft.load import drafter_kinds, load
+from jaxdraft.load import drafter_kinds, load, locate, locate_drafter
 from jaxdraft.load import inspect as inspect_folder
 from jaxdraft.model import Model
 from jaxdraft.plan import Plan
@@ -40,7 +40,16 @@ app = typer.Typer(
 console = Console()
 notes = Console(stderr=True)
 
-Folder = Annotated[Path, typer.Argument(help="Folder of an artifact or a checkpoint.")]
+Folder = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of an artifact or a checkpoint, or a repository of the Hugging Face hub, "
+        "like Qwen/Qwen3-4B."
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a repository of the hub.")
+]
 DTypeOption = Annotated[
     str | None,
     typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
@@ -50,7 +59,7 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         help="auto, none, ngram, or a kind that the model has; of a checkpoint, also a drafter's "
-        "folder, or smollm2; two with a plus between: ngram+auto."
+        "folder or repository, or smollm2; two with a plus between: ngram+auto."
     ),
 ]
 DraftTokensOption = Annotated[
@@ -90,12 +99,13 @@ def inspect(
     drafter: Annotated[
         str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
     ] = None,
+    revision: RevisionOption = None,
 ) -> None:
     """Describe a model: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
     with _friendly():
         if memory is None and (max_batch, context, page_size) != (None, None, None):
             raise ValueError("--max-batch, --context and --page-size go with --memory")
-        report = inspect_folder(folder, drafter)
+        report = inspect_folder(folder, drafter, revision=revision)
         fits = None
         if memory is not None and not report.problems:
             fits = make_plan(
@@ -105,6 +115,7 @@ def inspect(
                 context=context,
                 page_size=page_size,
                 drafter=drafter,
+                revision=revision,
             )
     facts = report.summary()
     if fits is not None:
@@ -135,6 +146,7 @@ def generate_command(
     draft_limit: Annotated[
         int | None, typer.Option(min=0, help="The most drafts per round.")
     ] = None,
+    revision: RevisionOption = None,
     blocked: BlockedOption = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
     dtype: DTypeOption = None,
@@ -151,7 +163,7 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter, blocked=blocked)
+        model, drafter = _load(folder, dtype, drafter, blocked=blocked, revision=revision)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -203,11 +215,13 @@ def save(
         bool, typer.Option("--int4", help="Matrices of the target and its drafters in four bits.")
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
+    revision: RevisionOption = None,
 ) -> None:
     """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
     from jaxdraft.checkpoint import save as save_checkpoint
 
     with _friendly():
+        folder = str(locate(folder, revision))
         model, _ = _load(folder, None)
         kinds = [kind for kind in drafter_kinds(folder) if kind != model.info.drafter]
         others = [_load(folder, None, kind)[0].drafter for kind in kinds]
@@ -224,19 +238,21 @@ def save(
 @app.command()
 def bench(
     folder: Annotated[
-        Path, typer.Argument(help="Artifact or checkpoint; default: the embedded model.")
-    ] = EMBEDDED,
+        str,
+        typer.Argument(help="As for generate; default: the embedded model.", show_default=False),
+    ] = str(EMBEDDED),
     max_new_tokens: TokensOption = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 5,
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     blocked: BlockedOption = False,
     dtype: DTypeOption = None,
+    revision: RevisionOption = None,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter, blocked=blocked)
+        model, drafter = _load(folder, dtype, drafter, blocked=blocked, revision=revision)
         prompts = _bench_prompts(folder, model, prompt)
         rows = _compare(model, prompts, max_new_tokens, repeats, drafter, draft_tokens)
     console.print(_speed_table(rows))
@@ -250,7 +266,7 @@ def demo(
 ) -> None:
     """Run the embedded trained model with and without drafts and show that the texts are equal."""
     with _friendly():
-        model, drafter = _load(EMBEDDED, None, drafter)
+        model, drafter = _load(str(EMBEDDED), None, drafter)
         prompts = [p["prompt_ids"] for p in embedded_prompts()]
         assert model.text is not None
         rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
@@ -354,8 +370,8 @@ def _speed_table(rows: list[Timed]) -> Table:
     return table
 
 
-def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
-    if folder == EMBEDDED:
+def _bench_prompts(folder: str, model: Model, prompt: str) -> list[Any]:
+    if folder == str(EMBEDDED):
         return [p["prompt_ids"] for p in embedded_prompts()]
     if model.text is None:
         return [[i % model.target.vocab_size for i in range(1, 17)]]
@@ -363,13 +379,24 @@ def _bench_prompts(folder: Path, model: Model, prompt: str) -> list[Any]:
 
 
 def _load(
-    folder: Path, dtype: str | None, drafter: str = "auto", *, blocked: bool = False
+    folder: str,
+    dtype: str | None,
+    drafter: str = "auto",
+    *,
+    blocked: bool = False,
+    revision: str | None = None,
 ) -> tuple[Model, str]:
     """Load a model with a progress bar, and the named drafter if a checkpoint has several.
 
     Returns:
       The model, and the drafter's name for :func:`jaxdraft.generate`.
     """
+    # "ngram+smollm2": the one with weights is the last; a folder may have a plus in its name.
+    before, plus, last = ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
+    home = locate(folder, revision)  # first, since a download has progress bars of its own
+    own = last not in ("auto", "none", "ngram")
+    own = own and not (home / "genai_config.json").exists()  # an artifact has one at most
+    chosen = locate_drafter(last) if own else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("loading", total=None)
@@ -379,15 +406,7 @@ def _load(
                 task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
             )
 
-        # "ngram+smollm2": the one with weights is the last; a folder may have a plus in its name.
-        before, plus, last = (
-            ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
-        )
-        own = last not in ("auto", "none", "ngram")
-        own = own and not (folder / "genai_config.json").exists()  # an artifact has one at most
-        model = load(
-            folder, dtype=dtype, progress=progress, drafter=last if own else None, blocked=blocked
-        )
+        model = load(home, dtype=dtype, progress=progress, drafter=chosen, blocked=blocked)
         return model, before + plus + (model.info.drafter if own else last)
 
 
@@ -418,7 +437,7 @@ def _print_summary(out: Output, seconds: float) -> None:
     console.print(f"finished: {', '.join(out.finish_reasons)}")
 
 
-def _facts_table(folder: Path, facts: dict[str, Any]) -> Table:
+def _facts_table(folder: str, facts: dict[str, Any]) -> Table:
     table = Table(title=str(folder), show_header=False)
 
     def add(prefix: str, value: Any) -> None:

@@ -1,4 +1,7 @@
-"""Folders -> models: the one module that imports the reading half, ``convert``, and lazily."""
+"""Folders and names of the hub -> models.
+
+The one module that imports the reading half, ``convert``, and lazily.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ def load(
     packed: bool = False,
     blocked: bool = False,
     drafter: str | Path | None = None,
+    revision: str | None = None,
     kernels: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
@@ -44,7 +48,8 @@ def load(
       folder: an artifact holds ``genai_config.json``, ``model.onnx``, perhaps a drafter, perhaps a
         tokenizer. A checkpoint holds ``config.json`` and safetensors of a target, or a folder
         ``target`` that does, with block drafters in folders ``dflash2`` and ``dspark``; see
-        :func:`jaxdraft.checkpoint.save`.
+        :func:`jaxdraft.checkpoint.save`. A name like ``"Qwen/Qwen3-4B"`` that is nothing local is
+        a repository of the Hugging Face hub; see :func:`locate`.
       dtype: type of the weights and activations. Default: the artifact's own.
       packed: whether to keep the matrices of MatMulNBits packed and dequantize them inside
         every product, to the same numbers. Head, embedding and experts are always dequantized on
@@ -53,9 +58,12 @@ def load(
         On CPUs it makes windows of two to six rows (one request with one to five drafts) cheaper:
         up to five rows cost little more than one. See
         :class:`jaxdraft.nn.linear.BlockedLinear`.
-      drafter: drafter of a checkpoint: its kind, or its folder; "smollm2" for the one that
-        comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`); "none" to read no drafter.
-        Default: the first available of DFlash2, DSpark and MTP. An artifact has at most one.
+      drafter: drafter of a checkpoint: its kind, its folder, or the name of its repository;
+        "smollm2" for the one that comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`);
+        "none" to read no drafter. Default: the first available of DFlash2, DSpark and MTP. An
+        artifact has at most one.
+      revision: branch, tag or commit of a repository. Default: what ``folder`` says after an
+        ``@``, else ``main``.
       kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
         :mod:`jaxdraft.kernels`. Default: the environment variable ``JAXDRAFT_KERNELS``, or "xla".
       progress: function called with (bytes done, total bytes, name of the current item).
@@ -66,6 +74,7 @@ def load(
     Raises:
       ArtifactError: a ``ValueError`` with the file, the tensor, node or key, the value found and
         the value expected.
+      HubError: a ``ValueError``; a repository cannot be had.
       ValueError: an argument that does not apply to this kind of folder or device.
 
     Warns:
@@ -77,43 +86,93 @@ def load(
     kernels = choice.check(kernels)
     if packed and blocked:
         raise ValueError("packed and blocked are True; expected one of them at most")
-    loaded = load_folder(folder, drafter=drafter, dtype=dtype, packed=packed, progress=progress)
+    home, drafter = locate(folder, revision), locate_drafter(drafter)
+    name = Path(folder).resolve().name if Path(folder).exists() else str(folder)
+    loaded = load_folder(home, drafter=drafter, dtype=dtype, packed=packed, progress=progress)
     _warn(loaded, folder)
-    model = assemble(loaded, loaded.folder, name=Path(folder).resolve().name, blocked=blocked)
+    model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
     return choice.apply(model, kernels)
 
 
-def inspect(folder: str | Path, drafter: str | Path | None = None) -> convert.Report:
+def locate(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the local path of a model, downloaded from the Hugging Face hub if need be.
+
+    ``"owner/name"`` is a repository, ``"owner/name@revision"`` a branch, tag or commit of it, and
+    ``"owner/name/file.gguf"`` a file of it. Something local of the same spelling comes first.
+
+    Downloads need ``huggingface_hub`` (``pip install "jaxdraft[hub]"``). They show progress bars
+    and fill its cache, of which the environment variables ``HF_HUB_CACHE`` and ``HF_HOME`` name the
+    folder. Only the needed files are downloaded. Every call looks for a newer commit of the
+    revision, unless the revision is a commit, or ``HF_HUB_OFFLINE=1``. A complete snapshot in the
+    cache is read without the package and without a network.
+
+    Args:
+      name: a folder, a file, or the name of a repository.
+      revision: branch, tag or commit. Default: what ``name`` says, else ``main``.
+      weights: whether weights are needed; without, a few small files are enough.
+
+    Returns:
+      A folder or a GGUF file. It may not exist if ``name`` is of another form.
+
+    Raises:
+      HubError: a ``ValueError``; the repository is not in the cache and cannot be downloaded, or
+        has nothing that this package reads.
+      ValueError: a revision of something local.
+    """
+    from convert.hub import locate
+
+    return locate(name, revision, weights=weights)
+
+
+def locate_drafter(drafter: str | Path | None) -> str | Path | None:
+    """Return a drafter as the reader takes it: a repository becomes its local folder.
+
+    Args:
+      drafter: as in :func:`load`.
+
+    Raises:
+      HubError: as :func:`locate`.
+    """
+    return locate(drafter) if isinstance(drafter, str) and "/" in drafter else drafter
+
+
+def inspect(
+    folder: str | Path, drafter: str | Path | None = None, *, revision: str | None = None
+) -> convert.Report:
     """Read everything about an artifact or a checkpoint except its weights.
 
     Faults of the files do not raise: the report lists them, together with all settings that would
     have no effect.
 
     Args:
-      folder: as in :func:`load`.
+      folder: as in :func:`load`. The target's weights are not downloaded.
       drafter: as in :func:`load`.
+      revision: as in :func:`load`.
 
     Raises:
       FileNotFoundError: there is no such folder.
+      HubError: a ``ValueError``; a repository cannot be had.
       ValueError: there is no such drafter.
     """
     from convert import inspect_folder
 
-    return inspect_folder(folder, drafter)
+    home = locate(folder, revision, weights=False)
+    return inspect_folder(home, locate_drafter(drafter))
 
 
-def drafter_kinds(folder: str | Path) -> tuple[DrafterKind, ...]:
+def drafter_kinds(folder: str | Path, *, revision: str | None = None) -> tuple[DrafterKind, ...]:
     """Return the kinds of all drafters of a checkpoint; an artifact has none to choose from.
 
     Args:
       folder: as in :func:`load`.
+      revision: as in :func:`load`.
 
     Raises:
       ArtifactError: the target is invalid.
     """
     from convert import drafter_kinds
 
-    return drafter_kinds(folder)
+    return drafter_kinds(locate(folder, revision))
 
 
 def _warn(loaded: convert.Loaded, folder: str | Path) -> None:

@@ -38,6 +38,7 @@ def plan(
     context: int | None = None,
     page_size: int | None = None,
     drafter: str | Path | None = None,
+    revision: str | None = None,
 ) -> Plan:
     """Compute what fits in a memory, with every term of the calculation.
 
@@ -45,14 +46,15 @@ def plan(
     it as text.
 
     Args:
-      model: a loaded model, or the folder of an artifact or a checkpoint, of which only headers are
-        read.
+      model: a loaded model; or the folder of an artifact or a checkpoint, or a repository of the
+        hub, of which only headers are read.
       memory: bytes, or a string like ``"12GiB"``, for weights and state together.
       pages: P, instead of ``memory``.
       max_batch: rows that can be active. Default: the artifact's, else 8.
       context: positions of the longest sequence. Default: the model's context.
       page_size: Z. Default: the artifact's, else 256.
       drafter: drafter of a checkpoint, as in :func:`jaxdraft.load`.
+      revision: revision of a repository, as in :func:`jaxdraft.load`.
 
     Returns:
       Every term, the pages, tokens, and rows at full context. The arithmetic is exact;
@@ -70,12 +72,14 @@ def plan(
                 f"drafter is {str(drafter)!r}; a loaded model has one, and only a checkpoint's "
                 "folder has several to choose from"
             )
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; a loaded model has none to choose from")
         rows = whole("max_batch", MAX_BATCH if max_batch is None else max_batch)
         size = PAGE_SIZE if page_size is None else page_size
         longest = model.info.context_length
         costs = model_costs(model, rows, longest if context is None else whole("context", context))
     else:
-        costs, defaults = _folder_costs(Path(model), drafter)
+        costs, defaults = _folder_costs(model, drafter, revision)
         rows = (defaults["max_batch"] or MAX_BATCH) if max_batch is None else max_batch
         size = (defaults["page_size"] or PAGE_SIZE) if page_size is None else page_size
         longest = defaults["context"]
@@ -192,9 +196,11 @@ def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def _folder_costs(folder: Path, named: str | Path | None) -> tuple[Costs, dict[str, Any]]:
+def _folder_costs(
+    folder: str | Path, named: str | Path | None, revision: str | None
+) -> tuple[Costs, dict[str, Any]]:
     """Return the costs of an artifact or a checkpoint at its own dtypes, and its defaults."""
-    report = inspect(folder, named)
+    report = inspect(folder, named, revision=revision)
     target, drafter = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):
         listed = "; ".join(str(problem) for problem in report.problems)

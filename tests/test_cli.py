@@ -157,6 +157,6 @@ def test_the_embedded_model_is_in_the_package() -> None:
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
 def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> None:
     """What ``--drafter`` of every command does with it."""
-    model, named = _load(EMBEDDED, None, kind)
+    model, named = _load(str(EMBEDDED), None, kind)
     assert named == model.info.drafter == kind and model.drafter is model.choose(kind)
-    assert _load(EMBEDDED, None, f"ngram+{kind}", blocked=True)[1] == f"ngram+{kind}"
+    assert _load(str(EMBEDDED), None, f"ngram+{kind}", blocked=True)[1] == f"ngram+{kind}"
