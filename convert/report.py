@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from convert.build import Shell
 from convert.errors import ArtifactError
 from convert.tensors import Tensor, type_name
@@ -27,6 +29,26 @@ Facts = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a target or a drafter, those that two parts share counted with the target.
+
+    Attributes:
+      parameters: all of them, as the field counts: no buffers, no scales of quantization.
+      active: those that one token needs: of the experts of a layer, only the chosen ones.
+      matrices: those in matrices of products, which may be stored in few bits; neither embedding
+        nor head.
+      rows: rows of these matrices.
+      computed_bytes: bytes of arrays that no file holds, such as rotary tables.
+    """
+
+    parameters: int
+    active: int
+    matrices: int
+    rows: int
+    computed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PartReport:
     """A target or a drafter.
 
@@ -41,6 +63,7 @@ class PartReport:
       tensors: stored bytes by ONNX type.
       stored_bytes: bytes on disk of what becomes parameters.
       weight_bytes: bytes of the parameters as they would be loaded.
+      counts: its numbers; None if they could not be read.
     """
 
     kind: str
@@ -52,6 +75,7 @@ class PartReport:
     tensors: Mapping[str, int]
     stored_bytes: int
     weight_bytes: int
+    counts: Counts | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +90,7 @@ class Report:
       files: bytes of every file in the folder.
       problems: everything that would make loading refuse it.
       notes: what is fine and worth knowing, and what files ask for and do not get.
+      weights: whether weights are there; without, the report follows from ``config.json`` alone.
     """
 
     folder: Path
@@ -78,11 +103,12 @@ class Report:
     files: Mapping[str, int]
     problems: tuple[ArtifactError, ...]
     notes: tuple[str, ...]
+    weights: bool = True
 
     @property
     def loads(self) -> bool:
         """Whether the folder would load."""
-        return not self.problems
+        return self.weights and not self.problems
 
     def summary(self) -> Facts:
         """Return the report as plain values, for people and for JSON."""
@@ -121,6 +147,37 @@ def weight_bytes_of(shell: Shell) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in shell.wanted.values())
 
 
+def shell_counts(shell: Shell, experts: int, active: int) -> Counts:
+    """Count the numbers of a module whose parameters are all as wide as they are stored.
+
+    Args:
+      shell: the module.
+      experts: experts of a layer; 0: there are none.
+      active: those that a token chooses.
+    """
+    made = {path for path, recipe in shell.recipes.items() if any(p.tensors for p in recipe.pieces)}
+    total = chosen = matrices = rows = computed = 0
+    for path, leaf in shell.wanted.items():
+        if path not in made or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            computed += leaf.size * leaf.dtype.itemsize
+            continue
+        total += leaf.size
+        routed = bool(experts) and leaf.shape[:1] == (experts,) and "router" not in path
+        chosen += leaf.size * active // experts if routed else leaf.size
+        if leaf.ndim > 1 and path[0] not in ("embed", "head") and "router" not in path:
+            matrices += leaf.size
+            rows += leaf.size // leaf.shape[-1]
+    return Counts(
+        parameters=total, active=chosen, matrices=matrices, rows=rows, computed_bytes=computed
+    )
+
+
+def experts_of(config: TargetConfig | DrafterConfig | None) -> tuple[int, int]:
+    """Return the number of experts of a layer, and of those that a token chooses."""
+    mlp = getattr(config, "mlp", None)
+    return (mlp.experts, mlp.active) if isinstance(mlp, MoeConfig) else (0, 0)
+
+
 def _part(part: PartReport | None) -> Facts | None:
     if part is None:
         return None
@@ -128,6 +185,8 @@ def _part(part: PartReport | None) -> Facts | None:
         "kind": part.kind,
         "file": part.file,
         "dtype": part.dtype,
+        "parameters": part.counts.parameters if part.counts else None,
+        "active_parameters": part.counts.active if part.counts else None,
         "layout": part.layout,
         "nodes": part.nodes,
         "stored_bytes": part.stored_bytes,

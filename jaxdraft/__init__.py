@@ -35,6 +35,7 @@ from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.load import LoadWarning, inspect, load
 from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn.choice import with_kernels
+from jaxdraft.overview import Overview, overview
 from jaxdraft.plan import Plan, plan
 from jaxdraft.round import Logprobs, Rules
 from jaxdraft.sampling import Sampling
@@ -43,6 +44,7 @@ from jaxdraft.telemetry import Stats, Summary, summarize
 if TYPE_CHECKING:
     from jaxdraft import checkpoint as checkpoint
     from jaxdraft import cli as cli
+    from jaxdraft import tables as tables
     from jaxdraft import testing as testing
     from jaxdraft import train as train
 
@@ -69,6 +71,7 @@ __all__ = [
     "NgramDrafter",
     "NoDraft",
     "Output",
+    "Overview",
     "Plan",
     "Proposal",
     "Request",
@@ -84,6 +87,7 @@ __all__ = [
     "inspect",
     "lattice",
     "load",
+    "overview",
     "plan",
     "score",
     "stream",
@@ -91,7 +95,7 @@ __all__ = [
     "with_kernels",
 ]
 
-_SUBMODULES = ("checkpoint", "cli", "devices", "testing", "train")
+_SUBMODULES = ("checkpoint", "cli", "devices", "tables", "testing", "train")
 """Submodules that are imported when they are first used: they take time, and few programs need
 them."""
 

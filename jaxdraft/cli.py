@@ -1,4 +1,4 @@
-"""``jaxdraft inspect | generate | bench | demo``."""
+"""``jaxdraft inspect | plan | generate | save | bench | demo``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text as Styled
 
-from jaxdraft.checks import format_bytes
 from jaxdraft.data import EMBEDDED
 from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.load import drafter_kinds, load, locate, locate_drafter
 from jaxdraft.load import inspect as inspect_folder
 from jaxdraft.model import Model
-from jaxdraft.plan import Plan
+from jaxdraft.overview import overview
 from jaxdraft.plan import plan as make_plan
 from jaxdraft.sampling import Proposals, Sampling
+from jaxdraft.tables import facts_table, overview_table, plan_table
 from jaxdraft.telemetry import Summary, summarize
 
 app = typer.Typer(
@@ -65,6 +65,16 @@ DrafterOption = Annotated[
 DraftTokensOption = Annotated[
     int | None, typer.Option(min=1, help="Drafts per round; default: the drafter's own.")
 ]
+MaxBatchOption = Annotated[
+    int | None, typer.Option(help="Rows at once; default: the artifact's, else 8.")
+]
+ContextOption = Annotated[
+    int | None, typer.Option(help="Longest sequence; default: the artifact's.")
+]
+PageSizeOption = Annotated[
+    int | None, typer.Option(help="Slots of a page; default: the artifact's, else 256.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 BlockedOption = Annotated[
     bool,
     typer.Option("--blocked", help="Twice the memory for cheaper rounds of few drafts, on CPUs."),
@@ -83,19 +93,13 @@ def main() -> None:
 @app.command()
 def inspect(
     folder: Folder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     memory: Annotated[
         str | None, typer.Option(help='Bytes or "12GiB": also show what fits into it.')
     ] = None,
-    max_batch: Annotated[
-        int | None, typer.Option(help="Rows at once; default: the artifact's, else 8.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Longest sequence; default: the artifact's.")
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option(help="Slots of a page; default: the artifact's, else 256.")
-    ] = None,
+    max_batch: MaxBatchOption = None,
+    context: ContextOption = None,
+    page_size: PageSizeOption = None,
     drafter: Annotated[
         str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
     ] = None,
@@ -123,17 +127,58 @@ def inspect(
     if as_json:
         print(json.dumps(facts, indent=1, default=str))
     else:
-        console.print(_facts_table(folder, {k: v for k, v in facts.items() if k != "plan"}))
+        console.print(facts_table(folder, {k: v for k, v in facts.items() if k != "plan"}))
         if fits is not None:
-            console.print(_plan_table(fits))
+            console.print(plan_table(fits))
         for problem in report.problems:
             console.print(
                 Styled("problem: ", style="bold red").append(str(problem), style="default")
             )
         if not report.problems:
-            console.print(Styled("no problems found", style="green"))
+            where = "" if report.weights else " in config.json; the weights are not there"
+            console.print(Styled(f"no problems found{where}", style="green"))
     if report.problems:
         raise typer.Exit(1)
+
+
+@app.command("plan")
+def plan_command(
+    folder: Folder,
+    memory: Annotated[
+        str | None,
+        typer.Option(help='Bytes or "12GiB": every term of the calculation for this memory.'),
+    ] = None,
+    max_batch: MaxBatchOption = None,
+    context: ContextOption = None,
+    page_size: PageSizeOption = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
+    ] = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a model takes and what fits, of config.json alone if there is no more."""
+    with _friendly():
+        if memory is None:
+            if (context, page_size, max_batch) != (None, None, None):
+                raise ValueError("--max-batch, --context and --page-size go with --memory")
+            found = overview(folder, drafter=drafter, revision=revision)
+            facts, table = found.facts(), overview_table(folder, found)
+        else:
+            fits = make_plan(
+                folder,
+                memory=int(memory) if memory.isdecimal() else memory,
+                max_batch=max_batch,
+                context=context,
+                page_size=page_size,
+                drafter=drafter,
+                revision=revision,
+            )
+            facts, table = fits.facts(), plan_table(fits)
+    if as_json:
+        print(json.dumps(facts, indent=1, default=str))
+    else:
+        console.print(table)
 
 
 @app.command("generate")
@@ -435,43 +480,6 @@ def _print_summary(out: Output, seconds: float) -> None:
     for line in summary.lines():
         console.print(line)
     console.print(f"finished: {', '.join(out.finish_reasons)}")
-
-
-def _facts_table(folder: str, facts: dict[str, Any]) -> Table:
-    table = Table(title=str(folder), show_header=False)
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), inner)
-        elif prefix != "problems":
-            table.add_row(
-                prefix, f"{value:,}" if type(value) is int and value > 9999 else str(value)
-            )
-
-    add("", facts)
-    return table
-
-
-def _plan_table(plan: Plan) -> Table:
-    """Return a table of every term of a plan and the memory left for sequences."""
-    table = Table(title=f"what fits in {format_bytes(plan.memory or plan.bytes)}")
-    table.add_column("for")
-    for column in ("count", "bytes each", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("because")
-    for term in plan.terms:
-        numbers = (f"{n:,}" for n in (term.count, term.each, term.bytes))
-        table.add_row(term.name, *numbers, term.why)
-    table.add_row("left over", "", "", f"{plan.left:,}", "less than a page", end_section=True)
-    alone = f"{plan.target_page_bytes:,} without the drafter's"
-    mirrored = alone if plan.mirror_page_bytes else ""
-    table.add_row("a page", "1", f"{plan.page_bytes:,}", f"{plan.page_bytes:,}", mirrored)
-    table.add_row("pages", f"{plan.pages:,}", "", "", f"of {plan.page_size} positions")
-    table.add_row("tokens", f"{plan.tokens:,}", "", "", "in all sequences together")
-    rows = f"of {plan.max_batch}, each of {plan.context:,} positions: {plan.row_pages:,} pages"
-    table.add_row("full rows", f"{plan.rows:,}", "", "", rows)
-    return table
 
 
 @contextmanager

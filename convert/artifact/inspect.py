@@ -8,7 +8,15 @@ from convert.artifact.block import DrafterPlan
 from convert.artifact.graph import Graph
 from convert.artifact.plan import Plan, plan_artifact
 from convert.build import Shell, recipe_bytes
-from convert.report import PartReport, Report, bytes_by_type, files_of, weight_bytes_of
+from convert.report import (
+    PartReport,
+    Report,
+    bytes_by_type,
+    experts_of,
+    files_of,
+    shell_counts,
+    weight_bytes_of,
+)
 from convert.tensors import FLOATS
 from jaxdraft.config import BlockDrafterConfig, MtpConfig, TargetConfig
 
@@ -89,6 +97,7 @@ def _report(
         tensors=bytes_by_type(graph.initializers.values()),
         stored_bytes=stored,
         weight_bytes=weight_bytes_of(shell) if shell else 0,
+        counts=shell_counts(shell, *experts_of(config)) if shell else None,
     )
 
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from convert.checkpoint.block_config import BlockFacts, read_block
 from convert.checkpoint.config import TargetFacts, read_target
+from convert.checkpoint.outline import described_tensors, is_outline, stored_names
 from convert.checkpoint.shards import read_tensors
 from convert.checkpoint.tensors import HEAD, Tensors, check_tensors
 from convert.errors import ArtifactError, Problems
@@ -92,18 +93,37 @@ class BlockFolder(PartFolder):
         return self.stored(requested, self.facts.dtype)
 
 
-def open_target(folder: Path, files: DataFiles, remarks: Remarks) -> TargetFolder:
+def open_target(
+    folder: Path, files: DataFiles, remarks: Remarks, *, outline: bool = False
+) -> TargetFolder:
+    """Read and check a target.
+
+    Args:
+      folder: holds it, or a folder ``target`` that does.
+      files: where maps are kept.
+      remarks: destination of what does not stop a load.
+      outline: whether a description without weights is enough.
+
+    Raises:
+      ArtifactError: with every problem found.
+    """
     home = folder if (folder / CONFIG).is_file() else folder / TARGET
     with _problems_of(home, folder) as problems, _remarks_of(home, folder, remarks) as own:
-        body, tensors = read_json(home, CONFIG), read_tensors(home, files, own)
-        stored_head = HEAD in tensors
+        outline = outline and is_outline(home)
+        body, names = read_json(home, CONFIG), stored_names(home) if outline else None
+        tensors: Tensors = {} if outline else read_tensors(home, files, own)
+        stored_head = HEAD in (names if names is not None else tensors)
         facts = read_target(body, head_stored=stored_head, problems=problems, remarks=own)
         if facts.config.tied and stored_head:
             facts, tensors = _tied(facts, dict(tensors), own)
         stop_ids = _stop_ids(home, facts, own)
         layout = target_layout(facts.config, facts.family)
         aside = (VISION, MTP) if facts.family.composite else (MTP,)
-        check_tensors(layout, tensors, weights_file(home), aside, problems, facts.quantized, own)
+        if outline:
+            tensors = described_tensors(facts, layout, names, files, aside, problems, own)
+        else:
+            file = weights_file(home)
+            check_tensors(layout, tensors, file, aside, problems, facts.quantized, own)
         _report_head(facts, tensors, own)
         _report_files(home, tensors, own)
     return TargetFolder(home, layout, tensors, facts, [], stop_ids)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from convert.build import recipe_bytes
 from convert.checkpoint.folders import PartFolder, weights_file
+from convert.checkpoint.outline import is_outline
 from convert.checkpoint.plan import CheckpointPlan, plan_checkpoint
-from convert.report import PartReport, Report, bytes_by_type, files_of, weight_bytes_of
+from convert.paths import CONFIG
+from convert.report import (
+    Counts,
+    PartReport,
+    Report,
+    bytes_by_type,
+    experts_of,
+    files_of,
+    weight_bytes_of,
+)
 from convert.tensors import Tensor
-from jaxdraft.checkpoint.layout import MTP
+from jaxdraft.checkpoint.forms import Form
+from jaxdraft.checkpoint.layout import MTP, Entry, is_matrix
 
 
 def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) -> Report:
@@ -44,6 +55,7 @@ def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) ->
         files=files_of(folder),
         problems=tuple(plan.problems),
         notes=tuple(_checkpoint_notes(plan)),
+        weights=target is None or not is_outline(target.folder),
     )
 
 
@@ -56,9 +68,16 @@ def _stored_part(
     assert plan.target is not None
     kind = plan.target.facts.family.model_type if part == "target" else plan.kind
     assert kind is not None
+    layout = plan.target.head if part == "drafter" and plan.kind == "mtp" else home.layout
+    computed = sum(
+        shell.wanted[path].size * shell.wanted[path].dtype.itemsize
+        for path, recipe in shell.recipes.items()
+        if not any(piece.tensors for piece in recipe.pieces)
+    )
+    file = CONFIG if is_outline(home.folder) else weights_file(home.folder)
     return PartReport(
         kind=kind,
-        file=("" if inside else f"{home.folder.name}/") + weights_file(home.folder),
+        file=("" if inside else f"{home.folder.name}/") + file,
         config=config,
         dtype=plan.dtypes[part].name,
         layout=None,
@@ -66,6 +85,25 @@ def _stored_part(
         tensors=bytes_by_type(tensors),
         stored_bytes=recipe_bytes(shell.recipes),
         weight_bytes=weight_bytes_of(shell),
+        counts=_counts(layout, *experts_of(config), computed),
+    )
+
+
+def _counts(layout: Sequence[Entry], experts: int, active: int, computed: int) -> Counts:
+    """Count the numbers of a layout; quantized or not, they are as many."""
+    total = chosen = matrices = rows = 0
+    for entry in layout:
+        if entry.form is Form.OFFSETS:  # token ids
+            continue
+        size = sum(part.size for part in entry.tensors)
+        routed = bool(experts) and any(".experts." in part.name for part in entry.tensors)
+        total += size
+        chosen += size * active // experts if routed else size
+        if is_matrix(entry) or (routed and len(entry.shape) > 2):
+            matrices += size
+            rows += size // entry.shape[-1]
+    return Counts(
+        parameters=total, active=chosen, matrices=matrices, rows=rows, computed_bytes=computed
     )
 
 

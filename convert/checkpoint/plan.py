@@ -77,14 +77,14 @@ def plan_checkpoint(
     Args:
       folder, drafter, dtype: as in :func:`~convert.checkpoint.load.load_checkpoint`.
       numbers: compare what a drafter stores a second time with the target's own, for which both are
-        read.
+        read. Without, a target that is only described is enough.
 
     Raises:
       ValueError: there is no such drafter.
     """
     plan = CheckpointPlan(folder, Problems(), DataFiles(folder))
     try:
-        target = plan.target = open_target(folder, plan.files, plan.remarks)
+        target = plan.target = open_target(folder, plan.files, plan.remarks, outline=not numbers)
         plan.config = target.facts.config
         found = find_drafters(folder, target)
         plan.drafters = tuple(found)
