@@ -35,7 +35,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxdraft.checks import parse_memory, whole
+from jaxdraft.checks import check_int, parse_memory
 from jaxdraft.config import DeltaNetConfig, KvShape
 from jaxdraft.sizes import check_slots, page_count, ring_pages, window_pages
 
@@ -57,8 +57,8 @@ class Sliding:
     rows: int
 
     def __post_init__(self) -> None:
-        whole("window", self.window)
-        whole("rows", self.rows)
+        check_int("window", self.window)
+        check_int("rows", self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class Windowed:
     block: int
 
     def __post_init__(self) -> None:
-        whole("window", self.window)
-        whole("block", self.block)
+        check_int("window", self.window)
+        check_int("block", self.block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Mirrored:
     block: int = 0
 
     def __post_init__(self) -> None:
-        whole("block", self.block, 0)
+        check_int("block", self.block, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Fixed:
     bytes: int
 
     def __post_init__(self) -> None:
-        whole("bytes", self.bytes, 0)
+        check_int("bytes", self.bytes, 0)
 
 
 DrafterCost = Windowed | Mirrored | Fixed
@@ -136,8 +136,8 @@ class Costs:
     sliding: Sliding | None = None
 
     def __post_init__(self) -> None:
-        whole("weights", self.weights, 0)
-        whole("recurrent_row", self.recurrent_row, 0)
+        check_int("weights", self.weights, 0)
+        check_int("recurrent_row", self.recurrent_row, 0)
 
 
 # --------------------------------------------------------------------------- the division
@@ -384,10 +384,10 @@ def divide(
     plan = Plan(
         costs=costs,
         memory=None if memory is None else parse_memory(memory),
-        max_batch=whole("max_batch", max_batch),
-        context=whole("context", context),
-        page_size=whole("page_size", page_size),
-        pages=0 if pages is None else whole("pages", pages),
+        max_batch=check_int("max_batch", max_batch),
+        context=check_int("context", context),
+        page_size=check_int("page_size", page_size),
+        pages=0 if pages is None else check_int("pages", pages),
     )
     if plan.memory is not None:
         plan = dataclasses.replace(plan, pages=_affordable(plan, plan.memory))

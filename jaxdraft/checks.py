@@ -35,7 +35,7 @@ def parse_memory(memory: int | str) -> int:
         if size.denominator != 1:
             raise ValueError(f"memory is {memory!r}: {float(size)} bytes is not a whole number")
         memory = int(size)
-    return whole("memory", memory)
+    return check_int("memory", memory)
 
 
 def format_bytes(size: int) -> str:
@@ -48,7 +48,7 @@ def format_bytes(size: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def whole(name: str, value: Any, low: int = 1) -> int:
+def check_int(name: str, value: Any, low: int = 1) -> int:
     """Return ``value`` as a Python integer of at least ``low``.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxdraft.checks import whole
+from jaxdraft.checks import check_int
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "eagle3", "mtp"]
@@ -39,9 +39,9 @@ class KvShape:
     dtype: Any
 
     def __post_init__(self) -> None:
-        whole("layers", self.layers, 0)
-        whole("kv_heads", self.kv_heads)
-        whole("head_dim", self.head_dim)
+        check_int("layers", self.layers, 0)
+        check_int("kv_heads", self.kv_heads)
+        check_int("head_dim", self.head_dim)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     @property

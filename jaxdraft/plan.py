@@ -12,7 +12,7 @@ import jax
 
 from jaxdraft.base import Drafter, Target, full_drafter
 from jaxdraft.budget import Costs, DrafterCost, Fixed, Plan, Sliding, divide, recurrent_bytes
-from jaxdraft.checks import format_bytes, parse_memory, whole
+from jaxdraft.checks import check_int, format_bytes, parse_memory
 from jaxdraft.config import (
     TargetConfig,
 )
@@ -74,16 +74,18 @@ def plan(
             )
         if revision is not None:
             raise ValueError(f"revision is {revision!r}; a loaded model has none to choose from")
-        rows = whole("max_batch", MAX_BATCH if max_batch is None else max_batch)
+        rows = check_int("max_batch", MAX_BATCH if max_batch is None else max_batch)
         size = PAGE_SIZE if page_size is None else page_size
         longest = model.info.context_length
-        costs = model_costs(model, rows, longest if context is None else whole("context", context))
+        costs = model_costs(
+            model, rows, longest if context is None else check_int("context", context)
+        )
     else:
         costs, defaults = _folder_costs(model, drafter, revision)
         rows = (defaults["max_batch"] or MAX_BATCH) if max_batch is None else max_batch
         size = (defaults["page_size"] or PAGE_SIZE) if page_size is None else page_size
         longest = defaults["context"]
-    if context is not None and whole("context", context) > longest:
+    if context is not None and check_int("context", context) > longest:
         raise ValueError(f"context is {context}; the model's has {longest} positions")
     return divide(
         costs,

@@ -23,7 +23,7 @@ from jaxdraft.base import (
     Support,
 )
 from jaxdraft.budget import DrafterCost, Mirrored, Windowed
-from jaxdraft.checks import whole
+from jaxdraft.checks import check_int
 from jaxdraft.config import BlockDrafterConfig, KvShape
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
@@ -167,8 +167,8 @@ class BlockDrafter(DrafterDefaults):
             more slots than int32 can number.
         """
         c, a = self.config, self.config.attention
-        whole("batch", batch)
-        whole("page_size", page_size)
+        check_int("batch", batch)
+        check_int("page_size", page_size)
         if c.windowed != (rings is not None) or c.windowed == (pages is not None):
             kind = f"has a window of {a.window}" if c.windowed else "sees everything"
             needs = "rings" if c.windowed else "pages"
@@ -179,7 +179,7 @@ class BlockDrafter(DrafterDefaults):
         if rings is not None:
             if columns is not None:
                 raise ValueError(f"columns is {columns}; a ring has as many as its window needs")
-            total = whole("rings", rings) * ring_pages(a.window, c.block_size, page_size)
+            total = check_int("rings", rings) * ring_pages(a.window, c.block_size, page_size)
             check_slots("the drafter's pool", total, page_size)
             return _start(
                 Ring.pool(
@@ -191,7 +191,7 @@ class BlockDrafter(DrafterDefaults):
                     page_size=page_size,
                 )
             )
-        total = whole("pages", pages) + batch * page_count(c.block_size, page_size)
+        total = check_int("pages", pages) + batch * page_count(c.block_size, page_size)
         check_slots("the drafter's pool", total, page_size)
         return _start(
             PagedPool.zeros(
@@ -199,7 +199,7 @@ class BlockDrafter(DrafterDefaults):
                 batch=batch,
                 pages=total,
                 page_size=page_size,
-                columns=total if columns is None else whole("columns", columns),
+                columns=total if columns is None else check_int("columns", columns),
             )
         )
 

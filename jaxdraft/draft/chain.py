@@ -22,7 +22,7 @@ from jaxdraft.base import (
     Proposal,
 )
 from jaxdraft.budget import DrafterCost, Mirrored
-from jaxdraft.checks import whole
+from jaxdraft.checks import check_int
 from jaxdraft.config import Eagle3Config, MtpConfig
 from jaxdraft.draft.links import Links, chain, no_links, with_draft
 from jaxdraft.guard import needed
@@ -126,14 +126,16 @@ class ChainDrafter(DrafterDefaults):
         Raises:
           ValueError: a size that is not positive, or more slots than int32 can number.
         """
-        check_slots("the drafter's pool", whole("pages", pages), whole("page_size", page_size))
+        check_slots(
+            "the drafter's pool", check_int("pages", pages), check_int("page_size", page_size)
+        )
         return self._start(
             PagedPool.zeros(
                 self.config.attention.kv_shape(1, self.dtype),
-                batch=whole("batch", batch),
+                batch=check_int("batch", batch),
                 pages=pages,
                 page_size=page_size,
-                columns=pages if columns is None else whole("columns", columns),
+                columns=pages if columns is None else check_int("columns", columns),
             )
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxdraft.base import Drafter, Status, full_drafter
-from jaxdraft.checks import whole
+from jaxdraft.checks import check_int
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.engine.counters import Counters
 from jaxdraft.engine.faults import Blame, Faults
@@ -102,15 +102,15 @@ class Engine:
         check_target(model.target)
         self.drafter = model.choose(drafter, draft_tokens)
         self.draft_tokens = self.drafter.draft_tokens
-        rows = whole("max_batch", max_batch)
+        rows = check_int("max_batch", max_batch)
         longest = model.info.context_length
-        self.context = longest if context is None else whole("context", context)
+        self.context = longest if context is None else check_int("context", context)
         if self.context > longest:
             raise ValueError(f"context is {context}; the model's has {longest} positions")
-        if whole("chunk", chunk) > PREFILL_CHUNK:
+        if check_int("chunk", chunk) > PREFILL_CHUNK:
             raise ValueError(f"chunk is {chunk}; expected at most {PREFILL_CHUNK}")
-        columns = -(-self.context // whole("page_size", page_size))
-        most = 2 * rows if checkpoints is None else whole("checkpoints", checkpoints, 0)
+        columns = -(-self.context // check_int("page_size", page_size))
+        most = 2 * rows if checkpoints is None else check_int("checkpoints", checkpoints, 0)
         count = pool_pages(
             replace(model, drafter=self.drafter),
             rows=rows, columns=columns, page_size=page_size, context=self.context,
@@ -131,7 +131,7 @@ class Engine:
             pages=Pages(count if runner.paged else 0, page_size),
             lookahead=self.draft_tokens if runner.drafter_paged else 0,
             chunk=chunk,
-            budget=2 * chunk if budget is None else whole("budget", budget),
+            budget=2 * chunk if budget is None else check_int("budget", budget),
             prefixes=prefix_cache and (not needs or most > 0),
             checkpointed=needs,
             checkpoints=most if needs else 0,

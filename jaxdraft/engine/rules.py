@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdraft.base import NO_TOKEN, Truncation
-from jaxdraft.checks import whole
+from jaxdraft.checks import check_int
 from jaxdraft.engine.sequence import RequestRules, Sequence
 from jaxdraft.keys import STREAM_IMPL
 from jaxdraft.model import Model
@@ -236,7 +236,7 @@ def check_rules(
     integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with their minimum
     given = {name: (getattr(options, name), low) for name, low in integers.items()}
     one: dict[str, Any] = {
-        name: whole(name, v, low) for name, (v, low) in given.items() if v is not None
+        name: check_int(name, v, low) for name, (v, low) in given.items() if v is not None
     }
     lengths = np.asarray([length], np.int32)
     found = check(

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdraft import round as rounds
 from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
-from jaxdraft.checks import parse_memory, whole
+from jaxdraft.checks import check_int, parse_memory
 from jaxdraft.draft.around import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import BatchRows, Buckets, Columns, Report, bucket
@@ -347,7 +347,7 @@ def pool_pages(
       ValueError: if both are given, or the memory is too small.
     """
     if memory is None:
-        return rows * columns if pages is None else whole("pages", pages)
+        return rows * columns if pages is None else check_int("pages", pages)
     if pages is not None:
         raise ValueError(f"memory is {memory!r} and pages is {pages}; expected one of them")
     sizes = dict(pages=columns, page_size=page_size, columns=columns)
