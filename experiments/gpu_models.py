@@ -18,8 +18,7 @@ from gpu_count import KEYS, SMALLEST
 from jax.typing import DTypeLike
 from speed_table import DRAFTS, drafter_27b, target_27b
 
-from jaxdraft import Drafter
-from jaxdraft import round as rounds
+from jaxdraft import Drafter, rounds
 from jaxdraft.base import Truncation
 from jaxdraft.config import LayerKind, MoeConfig, TargetConfig
 from jaxdraft.draft.block import BlockDrafter
@@ -29,7 +28,7 @@ from jaxdraft.kernels import XLA
 from jaxdraft.nn import choice
 from jaxdraft.nn.attention import reaches
 from jaxdraft.nn.decoder import Decoder
-from jaxdraft.round import Rules
+from jaxdraft.rounds import Rules
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import paged

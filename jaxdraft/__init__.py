@@ -37,7 +37,7 @@ from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn.choice import with_kernels
 from jaxdraft.overview import Overview, overview
 from jaxdraft.plan import Plan, plan
-from jaxdraft.round import Logprobs, Rules
+from jaxdraft.rounds import Logprobs, Rules
 from jaxdraft.sampling import Sampling
 from jaxdraft.telemetry import Stats, Summary, summarize
 

@@ -17,15 +17,14 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxdraft import guard
+from jaxdraft import guard, rounds
 from jaxdraft import prompts as given
-from jaxdraft import round as rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
 from jaxdraft.model import Model
 from jaxdraft.plan import check_batch
 from jaxdraft.prompts import Prompts, host, traced
 from jaxdraft.requests import Options, check
-from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
+from jaxdraft.rounds import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sampling import Sampling
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.sizes import PREFILL_CHUNK

@@ -2,7 +2,7 @@
 
 Each is compiled once per shape. Shapes come from :class:`Buckets`, so there are few of them. The
 logic of a round is elsewhere: these functions take rows out of the state, bind them to their pages,
-call :mod:`jaxdraft.round`, and put the rows back.
+call :mod:`jaxdraft.rounds`, and put the rows back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxdraft import round as rounds
+from jaxdraft import rounds
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_drafter, full_target
-from jaxdraft.round import Logprobs, RoundInfo, RoundState, Rules
+from jaxdraft.rounds import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sizes import power_of_two
 from jaxdraft.state import rows as rows_
 from jaxdraft.state.rows import Layout
@@ -210,7 +210,7 @@ def run_round(
       where: layout of the state: the leaves that belong to rows.
       whole: whether all rows take part, in their order, so that nothing is moved.
       plain: whether the round has no drafts.
-      logprobs: as in :func:`jaxdraft.round.round`.
+      logprobs: as in :func:`jaxdraft.rounds.round`.
     """
     if whole:
         part, mine = bound(state, batch), rules

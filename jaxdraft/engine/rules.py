@@ -17,7 +17,7 @@ from jaxdraft.engine.sequence import RequestRules, Sequence
 from jaxdraft.keys import STREAM_IMPL
 from jaxdraft.model import Model
 from jaxdraft.requests import Options, check
-from jaxdraft.round import Rules
+from jaxdraft.rounds import Rules
 from jaxdraft.sampling import Penalties, SamplingRules
 from jaxdraft.sizes import power_of_two
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdraft import round as rounds
+from jaxdraft import rounds
 from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.checks import check_int, parse_memory
 from jaxdraft.draft.around import pool_of
@@ -21,7 +21,7 @@ from jaxdraft.engine.scheduler import Work
 from jaxdraft.engine.sequence import Phase, Sequence
 from jaxdraft.model import Model
 from jaxdraft.plan import plan
-from jaxdraft.round import RoundState
+from jaxdraft.rounds import RoundState
 from jaxdraft.state import rows
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdraft.engine.counters import Counters, Counts
 from jaxdraft.engine.programs import Columns
 from jaxdraft.requests import Options
-from jaxdraft.round import Logprobs
+from jaxdraft.rounds import Logprobs
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.text import OutputText, Text
 

@@ -22,7 +22,7 @@ from jaxdraft import DraftInfo, Feed, Model, NoDraft, Proposal, generate
 from jaxdraft.draft.chain import ChainState
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.nn.linear import Frozen
-from jaxdraft.round import MAX_FAILURES
+from jaxdraft.rounds import MAX_FAILURES
 from jaxdraft.state import paged
 from jaxdraft.testing import (
     TableTarget,
