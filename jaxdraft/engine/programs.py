@@ -185,7 +185,7 @@ def _with_rows(rules: Rules, mine: Rules) -> Rules:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("where", "whole", "plain", "logprobs"), donate_argnames=("state",)
+    jax.jit, static_argnames=("where", "all_rows", "plain", "logprobs"), donate_argnames=("state",)
 )
 def run_round(
     target: Target,
@@ -195,7 +195,7 @@ def run_round(
     batch: BatchRows,
     *,
     where: Layout,
-    whole: bool,
+    all_rows: bool,
     plain: bool,
     logprobs: int | None,
 ) -> tuple[RoundState, Report]:
@@ -208,11 +208,11 @@ def run_round(
       rules: rules of all rows.
       batch: the rows that take part.
       where: layout of the state: the leaves that belong to rows.
-      whole: whether all rows take part, in their order, so that nothing is moved.
+      all_rows: whether all rows take part, in their order, so that nothing is moved.
       plain: whether the round has no drafts.
       logprobs: as in :func:`jaxdraft.rounds.round`.
     """
-    if whole:
+    if all_rows:
         part, mine = bound(state, batch), rules
     else:
         part, mine = _gather(state, rules, batch, where)
@@ -223,7 +223,7 @@ def run_round(
     part, info = rounds.round(target, drafter, part, mine, logprobs=logprobs, drafted=True)
     report = _report(part, info, drafter.draft_tokens)
     part = _unbound(part)
-    return (part if whole else rows_.put(state, part, where, batch.rows)), report
+    return (part if all_rows else rows_.put(state, part, where, batch.rows)), report
 
 
 @functools.partial(jax.jit, static_argnames=("where", "logprobs"), donate_argnames=("state",))

@@ -182,16 +182,16 @@ class Runner:
         """Run a round, and return its report and the place of each sequence in it."""
         size = bucket(self.buckets.rows, len(sequences))
         # When the whole state takes part anyway, nothing has to be moved.
-        whole = size >= self.batch and len(sequences) == everyone
-        batch = self._batch_rows(sequences, list(range(self.batch)) if whole else None, size)
+        all_rows = size >= self.batch and len(sequences) == everyone
+        batch = self._batch_rows(sequences, list(range(self.batch)) if all_rows else None, size)
         plain = self.buckets.plain and not any(r.pending for r in sequences)
-        self._count("round", batch, whole, plain)
+        self._count("round", batch, all_rows, plain)
         self.state, report = programs.run_round(
             self.target, self.drafter, self.state, self.table.rules, batch,
-            where=self._where[self._drawn], whole=whole, plain=plain,
+            where=self._where[self._drawn], all_rows=all_rows, plain=plain,
             logprobs=self._alternatives(),
         )  # fmt: skip
-        order = [r.row if whole else place for place, r in enumerate(sequences)]
+        order = [r.row if all_rows else place for place, r in enumerate(sequences)]
         return report, order  # type: ignore[bad-return]
 
     def _chunk(self, reading: list[tuple[Sequence, int]]) -> Report:
