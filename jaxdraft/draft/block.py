@@ -49,7 +49,7 @@ class BlockState:
     """State of a block drafter."""
 
     cache: Ring | PagedPool  # a ring when the drafter has a window, pages otherwise
-    whole: jax.Array  # [B] bool: every committed row so far was ingested
+    intact: jax.Array  # [B] bool: every committed row so far was ingested
     denied: jax.Array  # [B] bool: found no ring or page; no drafts until the row is released
     misses: jax.Array  # [] int32: how often that happened
 
@@ -239,7 +239,7 @@ class BlockDrafter(DrafterDefaults):
             cache = replace(cache, length=jnp.where(rows, 0, cache.length))
         else:
             cache = paged.release(cache, rows)
-        return replace(state, cache=cache, whole=state.whole | rows, denied=state.denied & ~rows)
+        return replace(state, cache=cache, intact=state.intact | rows, denied=state.denied & ~rows)
 
     def skip(self, state: BlockState, tokens: jax.Array, length: jax.Array) -> BlockState | None:
         """Continue rows whose first ``length`` [B] positions are already in their pages.
@@ -263,7 +263,7 @@ class BlockDrafter(DrafterDefaults):
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
-        intact = fresh | (state.whole & (follows | ~brings))
+        intact = fresh | (state.intact & (follows | ~brings))
         count = jnp.where(intact, feed.count, 0)
         if not state.cache.dense:
             count = jnp.where(state.denied, 0, count)
@@ -282,7 +282,7 @@ class BlockDrafter(DrafterDefaults):
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                 cache = paged.write(cache, layer, k, v, count)
             cache = replace(cache, length=first + count)
-        return replace(state, cache=cache, whole=intact)
+        return replace(state, cache=cache, intact=intact)
 
     def _cover(self, state: BlockState, positions: jax.Array) -> BlockState:
         """Provide pages for ``positions`` [B] of every row.
@@ -309,7 +309,7 @@ class BlockDrafter(DrafterDefaults):
         limit = jnp.minimum(feed.limit, self.draft_tokens)
         reason = jnp.where(feed.wants_draft & (limit > 0), NoDraft.DRAFTED, NoDraft.UNWANTED)
         reason = _unless(reason, state.denied, NoDraft.DENIED)
-        reason = _unless(reason, ~state.whole, NoDraft.HOLE)
+        reason = _unless(reason, ~state.intact, NoDraft.HOLE)
         past = state.length + config.block_size > config.context_length
         reason = _unless(reason, past, NoDraft.CONTEXT)
         drafts = reason == NoDraft.DRAFTED

@@ -46,7 +46,7 @@ class ChainState:
     pool: PagedPool  # one layer; its length counts pairs
     pending: jax.Array  # [B, D], the row of position length - 1
     length: jax.Array  # [B] int32, positions ingested
-    whole: jax.Array  # [B] bool: every committed row so far was ingested
+    intact: jax.Array  # [B] bool: every committed row so far was ingested
     denied: jax.Array  # [B] bool: found no page; no drafts until the row is released
     misses: jax.Array  # [] int32: how often that happened
 
@@ -158,7 +158,7 @@ class ChainDrafter(DrafterDefaults):
             state,
             pool=pool,
             length=jnp.where(rows, 0, state.length),
-            whole=state.whole | rows,
+            intact=state.intact | rows,
             denied=state.denied & ~rows,
         )
 
@@ -178,7 +178,7 @@ class ChainDrafter(DrafterDefaults):
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
-        intact = fresh | (state.whole & (follows | ~brings))
+        intact = fresh | (state.intact & (follows | ~brings))
         count = jnp.where(intact & ~state.denied, feed.count, 0)
         state = self._cover(state, jnp.where(count > 0, feed.first_position + count - 1, 0))
         count = jnp.where(state.denied, 0, count)
@@ -199,7 +199,7 @@ class ChainDrafter(DrafterDefaults):
             pool=replace(written, length=pool.length + pairs),
             pending=jnp.take_along_axis(rows, count[:, None, None], axis=1)[:, 0],
             length=jnp.where(count > 0, feed.first_position + count, state.length),
-            whole=intact,
+            intact=intact,
         )
 
     def propose(self, state: ChainState, feed: Feed) -> tuple[ChainState, Proposal, DraftInfo]:
@@ -213,7 +213,7 @@ class ChainDrafter(DrafterDefaults):
         wants = feed.wants_draft & (feed.limit > 0)
         fits = self.config.context_length - state.pool.length
         reason = jnp.select(
-            [~wants, state.denied, ~state.whole | (state.length == 0), fits <= 0],
+            [~wants, state.denied, ~state.intact | (state.length == 0), fits <= 0],
             [NoDraft.UNWANTED, NoDraft.DENIED, NoDraft.HOLE, NoDraft.CONTEXT],
             NoDraft.DRAFTED,
         )
@@ -239,7 +239,7 @@ class ChainDrafter(DrafterDefaults):
             pool=pool,
             pending=jnp.zeros((batch, self.config.width), self.dtype),
             length=jnp.zeros((batch,), jnp.int32),
-            whole=~none,
+            intact=~none,
             denied=none,
             misses=jnp.zeros((), jnp.int32),
         )

@@ -18,7 +18,7 @@ class NgramState:
 
     tokens: jax.Array  # [B, S] int32
     length: jax.Array  # [B] int32
-    whole: jax.Array  # [B] bool: every committed row so far was ingested
+    intact: jax.Array  # [B] bool: every committed row so far was ingested
 
 
 @struct.dataclass
@@ -70,7 +70,7 @@ class NgramDrafter(DrafterDefaults):
         place = jnp.arange(size, dtype=jnp.int32)[None]
         known = jnp.where(place < length[:, None], tokens[:, :size], 0)
         text = state.tokens.at[:, :size].set(known)
-        return NgramState(text, length, state.whole)
+        return NgramState(text, length, state.intact)
 
     def ingest(self, state: NgramState, feed: Feed) -> NgramState:
         """See :meth:`jaxdraft.base.Drafter.ingest`.
@@ -82,8 +82,8 @@ class NgramDrafter(DrafterDefaults):
         brings = feed.count > 0
         fresh = brings & (feed.first_position == 0)
         follows = fresh | (feed.first_position == state.length)
-        whole = fresh | (state.whole & (follows | ~brings))
-        count = jnp.where(whole, feed.count, 0)
+        intact = fresh | (state.intact & (follows | ~brings))
+        count = jnp.where(intact, feed.count, 0)
         batch, size = state.tokens.shape
         step = jnp.arange(committed.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
@@ -91,7 +91,7 @@ class NgramDrafter(DrafterDefaults):
             committed, mode="drop"
         )
         length = jnp.where(count > 0, feed.first_position + count, state.length)
-        return NgramState(tokens, length, whole & (length < size))
+        return NgramState(tokens, length, intact & (length < size))
 
     def propose(self, state: NgramState, feed: Feed) -> tuple[NgramState, Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`. The state is read, never written."""
@@ -113,7 +113,7 @@ class NgramDrafter(DrafterDefaults):
 
         wants = feed.wants_draft & (feed.limit > 0)
         reason = jnp.select(
-            [~wants, ~state.whole, ~found],
+            [~wants, ~state.intact, ~found],
             [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.NO_MATCH],
             NoDraft.DRAFTED,
         ).astype(jnp.int32)

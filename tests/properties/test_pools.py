@@ -86,7 +86,7 @@ def counts(state: BlockState) -> tuple[list[int], int]:
 class Row:
     owned: int = 0
     length: int = 0
-    whole: bool = True
+    intact: bool = True
     denied: bool = False
 
 
@@ -117,8 +117,8 @@ class PythonPool:
         taken = []
         for row, at, n in zip(self.rows, first, count, strict=True):
             fresh = n > 0 and at == 0
-            row.whole = fresh or (row.whole and (n == 0 or at == row.length))
-            taken.append(n if row.whole and not row.denied else 0)
+            row.intact = fresh or (row.intact and (n == 0 or at == row.length))
+            taken.append(n if row.intact and not row.denied else 0)
         self.cover([at + n if n else 0 for at, n in zip(first, taken, strict=True)])
         for row, at, n in zip(self.rows, first, taken, strict=True):
             if n and not row.denied:
@@ -136,7 +136,7 @@ class PythonPool:
 
     def reasons(self) -> list[NoDraft]:
         return [
-            NoDraft.DENIED if r.denied else NoDraft.DRAFTED if r.whole else NoDraft.HOLE
+            NoDraft.DENIED if r.denied else NoDraft.DRAFTED if r.intact else NoDraft.HOLE
             for r in self.rows
         ]
 
@@ -171,7 +171,7 @@ def test_pools_follow_the_python_model(kind: str, steps: list[tuple[str, Any]]) 
             fixed, expected, _ = block.step(fixed, rows)
             python.ingest(first, count)
             assert info.reason.tolist() == python.reasons()
-            drafted = [r.length > 0 and r.whole and not r.denied for r in python.rows]
+            drafted = [r.length > 0 and r.intact and not r.denied for r in python.rows]
             assert proposal.lattice is not None and expected.lattice is not None
             for b in np.flatnonzero(drafted):
                 np.testing.assert_array_equal(
@@ -373,7 +373,7 @@ def test_a_hundred_rows_that_come_and_go_leak_nothing(kind: str) -> None:
         state = release(block, state, rows)
         state = release(block, state, jnp.ones((BATCH,), bool))
         assert counts(state) == (none, start)
-        assert not state.denied.any() and state.whole.all() and not state.length.any()
+        assert not state.denied.any() and state.intact.all() and not state.length.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
