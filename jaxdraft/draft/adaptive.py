@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import Drafter, DraftInfo, Feed, NoDraft, Proposal
-from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of
+from jaxdraft.draft.wrapper import Wrapper, best_width, check_numbers, pool_of
 
 
 @struct.dataclass
@@ -25,7 +25,7 @@ class AdaptiveState:
 
 
 @struct.dataclass
-class AdaptiveDrafter(Around):
+class AdaptiveDrafter(Wrapper):
     """Wraps a drafter and limits the number of drafts it proposes, down to none.
 
     A round with n drafts is expected to emit ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens; a_k

@@ -11,12 +11,12 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import NO_TOKEN, Drafter, DraftInfo, Feed, Lattice, NoDraft, Proposal
-from jaxdraft.draft.around import Around, best_width, check_numbers, pool_of
 from jaxdraft.draft.lattice import greedy, walk
+from jaxdraft.draft.wrapper import Wrapper, best_width, check_numbers, pool_of
 
 
 @struct.dataclass
-class ConfidentDrafter(Around):
+class ConfidentDrafter(Wrapper):
     """Wraps a drafter and cuts its proposals where verifying does not pay, down to no drafts.
 
     A round that verifies n drafts is expected to emit ``1 + q_1 + q_1 q_2 + ... + q_1 ... q_n``
@@ -27,7 +27,7 @@ class ConfidentDrafter(Around):
 
     :class:`jaxdraft.AdaptiveDrafter` uses the previous rounds, and saves the proposal, too. This
     drafter uses the drafts themselves, so it verifies only the easy stretches of a text.
-    The rule is :func:`jaxdraft.draft.around.best_width`.
+    The rule is :func:`jaxdraft.draft.wrapper.best_width`.
 
     The output distribution is unchanged, sampled or not: the number of verified drafts depends on
     the lattice alone, never on the drawn drafts. Numbers are dynamic: changing them does not

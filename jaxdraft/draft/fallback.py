@@ -21,7 +21,7 @@ from jaxdraft.base import (
     Support,
     full_drafter,
 )
-from jaxdraft.draft.around import pool_of
+from jaxdraft.draft.wrapper import pool_of
 
 
 @struct.dataclass

@@ -13,7 +13,7 @@ import numpy as np
 from jaxdraft import rounds
 from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_target
 from jaxdraft.checks import check_int, parse_memory
-from jaxdraft.draft.around import pool_of
+from jaxdraft.draft.wrapper import pool_of
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import BatchRows, Buckets, Columns, Report, bucket
 from jaxdraft.engine.rules import RulesTable

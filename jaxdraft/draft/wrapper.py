@@ -11,7 +11,7 @@ from jaxdraft.base import Drafter, DrafterDefaults, full_drafter
 from jaxdraft.budget import DrafterCost
 
 
-class Around(DrafterDefaults):
+class Wrapper(DrafterDefaults):
     """A drafter that wraps the drafter ``inner``. It often proposes nothing.
 
     The methods here take the inner drafter's own state.
