@@ -401,7 +401,7 @@ class Engine:
         """Run a step, and add its events to the unread ones."""
         failure: Exception | None = None
         try:
-            work = self.scheduler.plan(self._faults.suspect())
+            work = self.scheduler.next_step(self._faults.suspect())
             try:
                 reports = self.runner.run(work, self.scheduler.active)
             except Exception as error:

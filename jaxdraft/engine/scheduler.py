@@ -214,7 +214,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ one step
 
-    def plan(self, alone: Sequence | None = None) -> Work:
+    def next_step(self, alone: Sequence | None = None) -> Work:
         """Return the work of the next step. Rows and pages are allocated and freed here.
 
         Args:

@@ -173,7 +173,7 @@ def test_the_host_fails(
     """It is raised, and the next step goes on. Events that were made before are still told."""
     engine = history_engine(recurrent=True)
     owner, name = {
-        "plan": (engine.scheduler, "plan"),
+        "plan": (engine.scheduler, "next_step"),
         "run": (engine.runner, "run"),
         "absorb": (engine, "_apply_reports"),
         "hear": (engine, "_apply_report"),

@@ -145,7 +145,7 @@ def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPa
     """Whoever ran the step gets the error itself; the engine goes on afterwards."""
     engine, said = history_engine(), prompts(4, seed=9, longest=8)
     requests = [engine.submit(p, max_new_tokens=12) for p in said]
-    real, calls = engine.scheduler.plan, []
+    real, calls = engine.scheduler.next_step, []
 
     def breaks(*args: Any) -> Any:
         calls.append(threading.get_ident())
@@ -154,7 +154,7 @@ def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPa
             raise OSError("the host breaks")
         return real(*args)
 
-    monkeypatch.setattr(engine.scheduler, "plan", breaks)
+    monkeypatch.setattr(engine.scheduler, "next_step", breaks)
     errors = together(*(r.result for r in requests))
     first = [e for e in errors if isinstance(e, OSError)]
     others = [e for e in errors if isinstance(e, RuntimeError)]
@@ -166,7 +166,7 @@ def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPa
 def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, said = history_engine(), prompts(4, seed=10, longest=8)
     requests = [engine.submit(p, max_new_tokens=12) for p in said]
-    real, calls = engine.scheduler.plan, []
+    real, calls = engine.scheduler.next_step, []
 
     def interrupted(*args: Any) -> Any:
         calls.append(None)
@@ -174,7 +174,7 @@ def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(engine.scheduler, "plan", interrupted)
+    monkeypatch.setattr(engine.scheduler, "next_step", interrupted)
     found = together(*(r.result for r in requests))
     gone = [n for n, e in enumerate(found) if isinstance(e, KeyboardInterrupt)]
     assert len(gone) == 1
@@ -187,13 +187,13 @@ def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_closed_engine_lets_all_threads_go() -> None:
     engine, said = history_engine(), prompts(6, seed=11, longest=8)
     requests = [engine.submit(p, max_new_tokens=30) for p in said]
-    real = engine.scheduler.plan
+    real = engine.scheduler.next_step
 
     def slow(*args: Any) -> Any:
         time.sleep(0.01)
         return real(*args)
 
-    engine.scheduler.plan = slow  # type: ignore[method-assign]
+    engine.scheduler.next_step = slow  # type: ignore[method-assign]
     found = together(*(r.result for r in requests), lambda: (time.sleep(0.1), engine.close()))
     for tokens, whole in zip(found[:-1], expected(said, 30), strict=True):
         assert tokens == whole[: len(tokens)]
