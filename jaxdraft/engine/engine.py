@@ -243,10 +243,10 @@ class Engine:
         positions = min(sequence.read, max(turn.start - 1, 0))
         kept = sequence.number in self.scheduler.kept
         if not kept or not positions or (self.scheduler.checkpointed and turn.checkpoint is None):
-            self.scheduler.forget(sequence)
+            self.scheduler.free(sequence)
         else:
             sequence.checkpoint = turn.checkpoint
-            self.scheduler.trim(sequence, positions)
+            self.scheduler.truncate(sequence, positions)
         return request
 
     def map(
@@ -302,7 +302,7 @@ class Engine:
     def release(self, request: Request) -> None:
         """End a request if it runs, and free everything it holds. Repeated calls have no effect."""
         self.cancel(request)
-        self.scheduler.forget(request._sequence)
+        self.scheduler.free(request._sequence)
         request._sequence.phase = Phase.CLOSED
 
     @exclusive
@@ -313,7 +313,7 @@ class Engine:
         for request in list(self._handles.values()):
             self.release(request)
         for sequence in list(self.scheduler.kept.values()):
-            self.scheduler.forget(sequence)
+            self.scheduler.free(sequence)
             sequence.phase = Phase.CLOSED
         self.scheduler.cache.clear()
         self._closed = True
@@ -530,9 +530,9 @@ class Engine:
         stop = reason in ("cancelled", "failed")
         sequence.phase, sequence.output_text = Phase.DONE, None
         if keeps:
-            self.scheduler.keep(sequence, checkpoint, stop=stop)
+            self.scheduler.retain(sequence, checkpoint, stop=stop)
         elif sequence.row is not None:
-            self.scheduler.leave(sequence, stop=stop, remember=error is None)
+            self.scheduler.release(sequence, stop=stop, remember=error is None)
         handle = self._handles.pop(sequence.number)
         self._events.append(EngineEvent(handle, tokens or [], text, accepted, reason, error))
 

@@ -104,7 +104,7 @@ class Scheduler:
         """Return the maximum number of pages that the sequence can come to hold."""
         return self.pages.needed(sequence.cap) if self.pages.count else 0
 
-    def leave(self, sequence: Sequence, *, stop: bool, remember: bool = True) -> None:
+    def release(self, sequence: Sequence, *, stop: bool, remember: bool = True) -> None:
         """Free the row and the pages of a sequence, except pages cached by content.
 
         Args:
@@ -116,7 +116,7 @@ class Scheduler:
             self._vacate(sequence, stop)
             if remember:
                 self.remember(sequence)
-        self.forget(sequence)
+        self.free(sequence)
 
     def _vacate(self, sequence: Sequence, stop: bool) -> None:
         row, sequence.row = sequence.row, None
@@ -126,22 +126,22 @@ class Scheduler:
         if stop:
             self.stopping.append(row)
 
-    def forget(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Free the pages and the kept state of a sequence."""
         self.pages.drop(sequence.pages)
         sequence.pages, sequence.read, sequence.checkpoint = [], 0, None
         sequence.checkpoint_positions, sequence.pending_checkpoints = [], {}
         self.kept.pop(sequence.number, None)
 
-    def keep(self, sequence: Sequence, checkpoint: Any, *, stop: bool) -> None:
+    def retain(self, sequence: Sequence, checkpoint: Any, *, stop: bool) -> None:
         """Free the row of a sequence, and keep its used pages until they are needed elsewhere."""
         self._vacate(sequence, stop)
         self.remember(sequence)
-        self.trim(sequence, sequence.read)
+        self.truncate(sequence, sequence.read)
         sequence.checkpoint = checkpoint
         self.kept[sequence.number] = sequence
 
-    def trim(self, sequence: Sequence, positions: int) -> None:
+    def truncate(self, sequence: Sequence, positions: int) -> None:
         """Cut a sequence back to its first ``positions`` positions, and free later pages."""
         held = self.pages.needed(positions) if self.pages.count else 0
         self.pages.drop(sequence.pages[held:])
@@ -152,7 +152,7 @@ class Scheduler:
         """Preempt a sequence; its computed pages stay cached while there is room."""
         if sequence.phase is Phase.RUNNING and sequence.row is not None:
             self.lost.append((sequence, sequence.row))
-        self.leave(sequence, stop=True)
+        self.release(sequence, stop=True)
         sequence.preemptions += 1
         sequence.settle()
         self.add(sequence)
@@ -174,10 +174,10 @@ class Scheduler:
         for sequence in list(self.active.values()):
             sequence.settle()
             sequence.saved_drafts = None
-            self.leave(sequence, stop=False, remember=False)
+            self.release(sequence, stop=False, remember=False)
             self.add(sequence)
         for sequence in list(self.kept.values()):
-            self.forget(sequence)
+            self.free(sequence)
         self.cache.clear()
         self.stopping.clear()
         self.lost.clear()
@@ -195,7 +195,7 @@ class Scheduler:
             if wanted > pages.count - len(used):
                 return None  # evict nothing, since it would not help
             while pages.free + self.cache.evictable() < wanted and self.kept:
-                self.forget(next(iter(self.kept.values())))
+                self.free(next(iter(self.kept.values())))
             self.cache.evict(wanted - pages.free)
             if pages.free < wanted:
                 return None
@@ -264,9 +264,7 @@ class Scheduler:
         """Give a sequence a row and pages for its text and first round, if they are available."""
         if not self._free:
             return False
-        was_kept = (
-            self.kept.pop(sequence.number, None) is not None
-        )  # or it might be forgotten below
+        was_kept = self.kept.pop(sequence.number, None) is not None  # or it might be freed below
         checkpoint, reused = sequence.checkpoint, sequence.read
         if not reused and self.prefixes:
             reused, checkpoint = self._match(sequence)
@@ -278,7 +276,7 @@ class Scheduler:
             if was_kept:
                 self.kept[sequence.number] = sequence
             else:
-                self.forget(sequence)
+                self.free(sequence)
             return False
         work.copies += copies
         row = heapq.heappop(self._free)
