@@ -366,10 +366,10 @@ class DrafterDefaults:
         del tokens, length
         return None if jax.tree.leaves(state) else state
 
-    def learned(self, state: Any) -> Any:
+    def row_statistics(self, state: Any) -> Any:
         """Return the part of the state that cannot be rebuilt from tokens, for example acceptance.
 
-        :meth:`with_learned` restores it for a row that was evicted from an engine.
+        :meth:`with_row_statistics` restores it for a row that was evicted from an engine.
 
         Returns:
           A pytree of arrays [B, ...]. By default an empty one.
@@ -377,9 +377,9 @@ class DrafterDefaults:
         del state
         return ()
 
-    def with_learned(self, state: Any, learned: Any) -> Any:
-        """Return the state with the values from :meth:`learned` restored."""
-        del learned
+    def with_row_statistics(self, state: Any, statistics: Any) -> Any:
+        """Return the state with the values from :meth:`row_statistics` restored."""
+        del statistics
         return state
 
     def misses(self, state: Any) -> jax.Array | int:

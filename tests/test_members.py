@@ -98,7 +98,7 @@ def test_the_defaults() -> None:
     state = drafter.init(2, 7)
     assert (drafter.declines, drafter.overlap, drafter.windowed) == (False, 0, False)
     assert drafter.skip(state, state, state[:, 0]) is None and drafter.skip((), state, state) == ()
-    assert drafter.learned(state) == () and drafter.with_learned(state, ()) is state
+    assert drafter.row_statistics(state) == () and drafter.with_row_statistics(state, ()) is state
     assert drafter.misses(state) == 0 and drafter.cost() is None and drafter.draft_tokens == K
     pooled = drafter.init_pool(2, pages=9, page_size=4, columns=3)
     assert pooled.tolist() == [[12], [12]], "the whole state in every row, for 12 positions"
@@ -143,9 +143,9 @@ def test_drafters_around_drafters_pass_members_on() -> None:
     assert block.windowed and adaptive.cost() == block.cost() is not None
     sizes = dict(pages=4, page_size=8, columns=2)
     state = both.init_pool(3, **sizes)
-    learned = jax.tree.map(lambda x: x + 1, both.learned(state))
-    assert [x.shape for x in jax.tree.leaves(learned)] == [(3, 3), (3,), (3,)]
-    again = both.with_learned(state, learned)
+    statistics = jax.tree.map(lambda x: x + 1, both.row_statistics(state))
+    assert [x.shape for x in jax.tree.leaves(statistics)] == [(3, 3), (3,), (3,)]
+    again = both.with_row_statistics(state, statistics)
     assert again[1].cut.tolist() == [1, 1, 1] and both.misses(state) == 0
 
 

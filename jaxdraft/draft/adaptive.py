@@ -90,17 +90,17 @@ class AdaptiveDrafter(Wrapper):
         inner = super().skip(state.inner, tokens, length)
         return None if inner is None else replace(state, inner=inner)
 
-    def learned(self, state: AdaptiveState) -> Any:
-        """Return what the rule and the drafter inside learned about each row.
+    def row_statistics(self, state: AdaptiveState) -> Any:
+        """Return the statistics of the rule and of the inner drafter, per row.
 
         It cannot be recomputed from the row's tokens.
         """
-        return state.rate, state.proposed, state.cut, super().learned(state.inner)
+        return state.rate, state.proposed, state.cut, super().row_statistics(state.inner)
 
-    def with_learned(self, state: AdaptiveState, learned: Any) -> AdaptiveState:
-        """Return the state with what :meth:`learned` gave."""
-        rate, proposed, cut, inside = learned
-        inner = super().with_learned(state.inner, inside)
+    def with_row_statistics(self, state: AdaptiveState, statistics: Any) -> AdaptiveState:
+        """Return the state with the result of :meth:`row_statistics` restored."""
+        rate, proposed, cut, inside = statistics
+        inner = super().with_row_statistics(state.inner, inside)
         return replace(state, inner=inner, rate=rate, proposed=proposed, cut=cut)
 
     def misses(self, state: AdaptiveState) -> jax.Array | int:

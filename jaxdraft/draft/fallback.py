@@ -89,15 +89,19 @@ class FallbackDrafter(DrafterDefaults):
         first, second = (one.skip(memory, tokens, length) for one, memory in both)
         return None if first is None or second is None else (first, second)
 
-    def learned(self, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return what both learned."""
+    def row_statistics(self, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return the statistics of both drafters."""
         one, two = self._both
-        return one.learned(state[0]), two.learned(state[1])
+        return one.row_statistics(state[0]), two.row_statistics(state[1])
 
-    def with_learned(self, state: tuple[Any, Any], learned: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the state with the result of :meth:`learned` restored."""
+    def with_row_statistics(
+        self, state: tuple[Any, Any], statistics: tuple[Any, Any]
+    ) -> tuple[Any, Any]:
+        """Return the state with the result of :meth:`row_statistics` restored."""
         one, two = self._both
-        return one.with_learned(state[0], learned[0]), two.with_learned(state[1], learned[1])
+        return one.with_row_statistics(state[0], statistics[0]), two.with_row_statistics(
+            state[1], statistics[1]
+        )
 
     def misses(self, state: tuple[Any, Any]) -> jax.Array | int:
         """Count how often either found no room."""

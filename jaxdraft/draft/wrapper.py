@@ -38,13 +38,13 @@ class Wrapper(DrafterDefaults):
         """Start after the first ``length`` [B] positions if the inner drafter can; else None."""
         return full_drafter(self.inner).skip(state, tokens, length)
 
-    def learned(self, state: Any) -> Any:
-        """Return what the drafter inside learned."""
-        return full_drafter(self.inner).learned(state)
+    def row_statistics(self, state: Any) -> Any:
+        """Return the statistics of the inner drafter."""
+        return full_drafter(self.inner).row_statistics(state)
 
-    def with_learned(self, state: Any, learned: Any) -> Any:
-        """Return the state with the result of :meth:`learned` restored."""
-        return full_drafter(self.inner).with_learned(state, learned)
+    def with_row_statistics(self, state: Any, statistics: Any) -> Any:
+        """Return the state with the result of :meth:`row_statistics` restored."""
+        return full_drafter(self.inner).with_row_statistics(state, statistics)
 
     def misses(self, state: Any) -> jax.Array | int:
         """Count how often the drafter inside found no room."""

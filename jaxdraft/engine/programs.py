@@ -305,9 +305,11 @@ def admit(
     length, emitted, failures, stop_state = counts
     both = (part.target, part.drafter)
     if checkpoint is not None:
-        fresh = full_drafter(drafter).learned(both[1])  # these belong to another text or turn
+        fresh = full_drafter(drafter).row_statistics(
+            both[1]
+        )  # these belong to another text or turn
         both = rows_.with_own(both, parts, checkpoint)
-        both = (both[0], full_drafter(drafter).with_learned(both[1], fresh))
+        both = (both[0], full_drafter(drafter).with_row_statistics(both[1], fresh))
         if rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)
             both = rows_.with_ring_contents(rows_.bind_pages(both, nowhere, row), rings)
@@ -337,9 +339,9 @@ def skip(
 
 @functools.partial(jax.jit, static_argnames=("where",))
 def save_drafts(drafter: Drafter, state: RoundState, row: jax.Array, *, where: Layout) -> Any:
-    """Return the state that a preempted row needs later: its drafts and the learned state."""
+    """Return the state that a preempted row needs later: its drafts and its statistics."""
     part = rows_.take(state, where, row)
-    return part.proposal, full_drafter(drafter).learned(part.drafter)
+    return part.proposal, full_drafter(drafter).row_statistics(part.drafter)
 
 
 @functools.partial(jax.jit, static_argnames=("where",), donate_argnames=("state",))
@@ -351,7 +353,7 @@ def restore_drafts(
     proposal, known = saved_drafts
     if proposal.support is None or part.proposal.support is None:  # no row sampled then, or now
         proposal = replace(proposal, support=part.proposal.support)
-    restored = full_drafter(drafter).with_learned(part.drafter, known)
+    restored = full_drafter(drafter).with_row_statistics(part.drafter, known)
     part = replace(part, proposal=proposal, drafter=restored)
     return rows_.put(state, part, where, row)
 

@@ -60,8 +60,8 @@ class Runner:
         self.paged = rows.has_pages((shape.target, shape.drafter))
         self.drafter_paged = rows.has_pages(shape.drafter)
         self.skips = self._can_skip()
-        learned = jax.eval_shape(full_drafter(drafter).learned, shape.drafter)
-        self.learns = bool(jax.tree.leaves(learned))
+        statistics = jax.eval_shape(full_drafter(drafter).row_statistics, shape.drafter)
+        self.learns = bool(jax.tree.leaves(statistics))
         self._parts = rows.layout(lambda b: _states(self._make(b)), batch)
         # A drawing drafter also returns its support, so proposals have one while any row samples.
         self._support = self._support_shape(shape)

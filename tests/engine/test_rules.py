@@ -130,7 +130,7 @@ def test_what_a_drafter_learned_survives(beside: bool) -> None:
     """
     model = spoken()
     drafter: Any = AdaptiveDrafter(model.drafter, round_cost=0.1, draft_cost=0.6, gain=0.5)
-    if beside:  # what a drafter inside another learned survives, too
+    if beside:  # the statistics of a drafter inside another survive, too
         drafter = FallbackDrafter(NgramDrafter(3, 4, drafter.draft_tokens), drafter)
     engine = Engine(model, drafter=drafter, **SIZES)
     said = [p[:3] for p in prompts(4, seed=12, longest=8)]
