@@ -356,7 +356,7 @@ class BlockDrafter(DrafterDefaults):
         features = features[:, : self.draft_tokens]
         logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
         values, candidates = largest_first(logits, width)
-        start = backbone.places(anchor)[:, None, None]
+        start = backbone.draft_ids(anchor)[:, None, None]
         start = jnp.broadcast_to(start, (batch, 1, width))
         previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)
         pairs = backbone.pair_scores(features, previous, candidates)

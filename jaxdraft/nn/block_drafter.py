@@ -171,15 +171,15 @@ class BlockBackbone(nnx.Module):
             self.vocabulary = Table(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
 
     def tokens(self, ids: jax.Array) -> jax.Array:
-        """Map places in the draft vocabulary [...] to token ids [...]."""
+        """Map draft ids [...], indices of the draft vocabulary, to token ids [...]."""
         if self.config.draft_vocab_size is None:
             return ids
         return jnp.take(self.vocabulary[...], ids, axis=0, mode="clip")
 
-    def places(self, tokens: jax.Array) -> jax.Array:
-        """Map token ids [...] to places in the draft vocabulary [...]; V' for tokens outside it.
+    def draft_ids(self, tokens: jax.Array) -> jax.Array:
+        """Map token ids [...] to draft ids [...]; V' for tokens outside it.
 
-        Example, vocabulary [2, 5, 9]: tokens [5, 6, 9] have the places [1, 3, 2].
+        Example, vocabulary [2, 5, 9]: tokens [5, 6, 9] have the draft ids [1, 3, 2].
         """
         if self.config.draft_vocab_size is None:
             return tokens
@@ -188,10 +188,10 @@ class BlockBackbone(nnx.Module):
         there = jnp.take(vocabulary, at, axis=0, mode="clip") == tokens
         return jnp.where(there, at, self.config.draft_vocab_size)
 
-    def codes(self, table: jax.Array, places: jax.Array) -> jax.Array:
+    def codes(self, table: jax.Array, draft_ids: jax.Array) -> jax.Array:
         """Return rows [..., R] of a table of pair scores; zero for a token without one."""
         whole = self.config.draft_vocab_size is None
-        return jnp.take(table, places, axis=0, mode="clip" if whole else "fill", fill_value=0)
+        return jnp.take(table, draft_ids, axis=0, mode="clip" if whole else "fill", fill_value=0)
 
     def context(
         self, aux: jax.Array, positions: jax.Array
@@ -239,7 +239,7 @@ class BlockBackbone(nnx.Module):
         Args:
           features: [B, K, D], from :meth:`block`.
           previous: [B, K, C] int32, candidates of the step before; step 0: the anchor C times.
-          candidates: [B, K, C] int32. Both are places in the draft vocabulary, if there is one.
+          candidates: [B, K, C] int32. Both are draft ids if there is a draft vocabulary.
 
         Returns:
           [B, K, C, C] float32, predecessor first.
@@ -250,7 +250,7 @@ class BlockBackbone(nnx.Module):
         """Score every token after its predecessor, for kinds trained on the whole vocabulary.
 
         Args:
-          previous: [...] int32, places in the draft vocabulary, if there is one.
+          previous: [...] int32, draft ids if there is a draft vocabulary.
 
         Returns:
           [..., V'] float32; None: the kind is trained on the scores of candidates.

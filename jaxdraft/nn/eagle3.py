@@ -76,8 +76,8 @@ class Eagle3(ChainLayer):
         """Return what the head reads, from rows of :meth:`leave` [..., D]."""
         return rows if self.config.norm_output else self.norm(rows)
 
-    def tokens(self, places: jax.Array) -> jax.Array:
-        """Map places in the draft vocabulary [...] to token ids [...]."""
+    def tokens(self, draft_ids: jax.Array) -> jax.Array:
+        """Map draft ids [...], indices of the draft vocabulary, to token ids [...]."""
         if self.config.draft_vocab_size is None:
-            return places
-        return jnp.take(self.vocabulary[...], places, axis=0, mode="clip")
+            return draft_ids
+        return jnp.take(self.vocabulary[...], draft_ids, axis=0, mode="clip")

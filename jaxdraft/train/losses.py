@@ -119,8 +119,8 @@ class DraftLoss:
             dense = not isinstance(head, PackedMatrix)
             head = jnp.take(head, ids, axis=0) if dense else head.select(ids)
         logits = head_logits(features, head)
-        labels = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=1))
-        before = backbone.places(following(batch.tokens, batch.anchors, drafts, offset=0))
+        labels = backbone.draft_ids(following(batch.tokens, batch.anchors, drafts, offset=1))
+        before = backbone.draft_ids(following(batch.tokens, batch.anchors, drafts, offset=0))
         known = labels < config.draftable
         labels = jnp.where(known, labels, 0)
         teacher = self._teacher(following(batch.hidden, batch.anchors, drafts, offset=0), head)

@@ -99,7 +99,7 @@ def test_output_does_not_change(kind: str, target: Any) -> None:
 def test_places_and_tokens_are_inverse(target: Any) -> None:
     module = small_drafter(target, "dflash2").backbone()
     ids = module.vocabulary[...]
-    places = module.places(jnp.arange(48))
+    places = module.draft_ids(jnp.arange(48))
     np.testing.assert_array_equal(places[ids], np.arange(SIZE))
     np.testing.assert_array_equal(np.delete(places, ids), np.full(48 - SIZE, SIZE))
     np.testing.assert_array_equal(module.tokens(places[ids]), ids)
