@@ -95,7 +95,7 @@ def attend(
     config: AttentionConfig,
     *,
     causal: bool,
-    beside: Chunk | None,
+    block_keys: Chunk | None,
     xla: Callable[..., jax.Array],
     splits: int | None = None,
 ) -> jax.Array:
@@ -109,7 +109,7 @@ def attend(
       source: cached keys and values; its ``span`` gives their location.
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
-      beside: further keys outside the cache.
+      block_keys: further keys outside the cache.
       xla: the equivalent function without a kernel.
       splits: shares of the keys; default: as many as keep a GPU busy.
 
@@ -117,16 +117,18 @@ def attend(
       [B, T, N * H].
     """
     assert source.span is not None
-    plan = _plan(query, source.span, config, causal, beside, xla, splits)
-    return by_platform(_run, _reference, plan, query, positions, source.span, beside)
+    plan = _plan(query, source.span, config, causal, block_keys, xla, splits)
+    return by_platform(_run, _reference, plan, query, positions, source.span, block_keys)
 
 
 def _reference(
-    plan: _Plan, query: jax.Array, positions: jax.Array, span: Span, beside: Chunk | None
+    plan: _Plan, query: jax.Array, positions: jax.Array, span: Span, block_keys: Chunk | None
 ) -> jax.Array:
     """Compute the same without a kernel."""
     source = read_span(span)
-    return plan.xla(query, positions, source, plan.config, causal=plan.causal, beside=beside)
+    return plan.xla(
+        query, positions, source, plan.config, causal=plan.causal, block_keys=block_keys
+    )
 
 
 def _plan(
@@ -134,7 +136,7 @@ def _plan(
     span: Span,
     config: AttentionConfig,
     causal: bool,
-    beside: Chunk | None,
+    block_keys: Chunk | None,
     xla: Callable[..., jax.Array],
     splits: int | None,
 ) -> _Plan:
@@ -154,7 +156,7 @@ def _plan(
         keys=keys,
         most=min(64, 2 * keys),
         splits=1,
-        block=0 if beside is None else beside.keys.shape[1] * beside.keys.shape[3],
+        block=0 if block_keys is None else block_keys.keys.shape[1] * block_keys.keys.shape[3],
     )
     if splits is None:
         most = slots * span.columns
@@ -170,7 +172,7 @@ def _run(
     query: jax.Array,
     positions: jax.Array,
     span: Span,
-    beside: Chunk | None,
+    block_keys: Chunk | None,
     *,
     interpret: bool,
 ) -> jax.Array:
@@ -179,7 +181,7 @@ def _run(
     grid = (batch, config.kv_heads * plan.tiles, plan.splits)
     result = ((batch, steps, heads, dim), query.dtype)
     arrays = [query, positions, span.keys, span.values, span.first, span.end]
-    extra = [x for x in (span.table, *(beside or ())) if x is not None]
+    extra = [x for x in (span.table, *(block_keys or ())) if x is not None]
     wide = dict(
         interpret=interpret, name="attention", warps=8 if plan.tile * plan.width >= 8192 else 4
     )

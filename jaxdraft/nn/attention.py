@@ -36,7 +36,7 @@ def attend(
     config: AttentionConfig,
     *,
     causal: bool,
-    beside: Chunk | None = None,
+    block_keys: Chunk | None = None,
     implementation: str = XLA,
 ) -> jax.Array:
     """Softmax attention with a running maximum, chunk by chunk.
@@ -58,7 +58,7 @@ def attend(
       source: cached keys and values.
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
-      beside: further keys outside the cache (a drafter's own block).
+      block_keys: further keys outside the cache (a drafter's own block).
       implementation: "xla", or "pallas" for a kernel where there is one; see
         :mod:`jaxdraft.kernels`.
 
@@ -67,7 +67,7 @@ def attend(
     """
     if implementation == PALLAS and fused.serves(query, source):
         return fused.attend(
-            query, positions, source, config, causal=causal, beside=beside, xla=attend
+            query, positions, source, config, causal=causal, block_keys=block_keys, xla=attend
         )
     batch, steps, heads, dim = query.shape
     groups = config.kv_heads
@@ -76,7 +76,7 @@ def attend(
     q = query.reshape(batch, steps, groups, share, dim).transpose(0, 2, 3, 1, 4)
     q = (q * jnp.asarray(config.scale, q.dtype)).reshape(batch, groups, share * steps, dim)
     form = _Form(config, causal, source.read, source.whole, source.chunks)
-    out, _ = _softmax(form, q, positions, _Keys(source.data, source.used, beside))
+    out, _ = _softmax(form, q, positions, _Keys(source.data, source.used, block_keys))
     out = out.reshape(batch, groups, share, steps, dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, steps, heads * dim).astype(query.dtype)
 
@@ -96,7 +96,7 @@ class _Keys(NamedTuple):
 
     data: Any
     used: jax.Array  # [] int32
-    beside: Chunk | None
+    block_keys: Chunk | None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -167,8 +167,8 @@ def _in_passes(
         jnp.zeros(q.shape[:3], jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    if keys.beside is not None:
-        running = _absorb(form, q, positions, running, keys.beside)
+    if keys.block_keys is not None:
+        running = _absorb(form, q, positions, running, keys.block_keys)
     if form.chunks == 1:
         running = step(jnp.asarray(0, jnp.int32), running)
     elif form.chunks > 1:
@@ -207,9 +207,9 @@ def _at_once(
         branches[-1] = functools.partial(_everything, form, q, positions, keys.data, branches[-1])
     index = sum((keys.used > length).astype(jnp.int32) for length in lengths[:-1])
     found = lax.switch(jnp.asarray(index, jnp.int32), branches)
-    if keys.beside is None:
+    if keys.block_keys is None:
         return found
-    return _join(found, _average(form, q, positions, keys.beside))
+    return _join(found, _average(form, q, positions, keys.block_keys))
 
 
 def _everything(
@@ -328,8 +328,8 @@ def _softmax_jvp(
 
     nothing = (jnp.zeros(out.shape, jnp.float32), jnp.zeros(log_mass.shape, jnp.float32))
     total = nothing
-    if keys.beside is not None:
-        total = tangent(keys.beside[:2], dkeys.beside[:2], keys.beside.positions)
+    if keys.block_keys is not None:
+        total = tangent(keys.block_keys[:2], dkeys.block_keys[:2], keys.block_keys.positions)
     indices = jnp.arange(form.chunks, dtype=jnp.int32)
     pairs, dpairs, places = jax.jvp(
         functools.partial(_read_all, form, indices), (keys.data,), (dkeys.data,), has_aux=True

@@ -140,7 +140,7 @@ class BlockLayer(nnx.Module):
                 context,
                 a,
                 causal=False,
-                beside=block,
+                block_keys=block,
                 implementation=self.implementation,
             )
             return self.o(out)

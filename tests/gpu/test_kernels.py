@@ -63,17 +63,23 @@ def attention(
     @jax.jit
     def run(q: jax.Array, positions: jax.Array, state: Any, block: jax.Array) -> jax.Array:
         count = jnp.full_like(state.length, steps)
-        beside = None
+        block_keys = None
         if isinstance(state, PagedPool):
             source = paged.source(state, 0, state.length + count)
         elif state.rows:
             source = ring.reachable(state, 0, count)
         else:
             source = ring.source(state, 0)
-            beside = Chunk(block, block, positions[:, None])
-        causal = beside is None
+            block_keys = Chunk(block, block, positions[:, None])
+        causal = block_keys is None
         return attend(
-            q, positions, source, config, causal=causal, beside=beside, implementation="pallas"
+            q,
+            positions,
+            source,
+            config,
+            causal=causal,
+            block_keys=block_keys,
+            implementation="pallas",
         )
 
     return run, (rows, positions, state, block)

@@ -85,18 +85,18 @@ def run(
     positions: jax.Array,
     cache: PagedPool | Ring,
     count: jax.Array,
-    beside: Chunk | None,
+    block_keys: Chunk | None,
 ) -> jax.Array:
     keys = source(case, cache, count)
     if not kernels:
-        return attend(q, positions, keys, case.config, causal=case.causal, beside=beside)
+        return attend(q, positions, keys, case.config, causal=case.causal, block_keys=block_keys)
     return fused.attend(
         q,
         positions,
         keys,
         case.config,
         causal=case.causal,
-        beside=beside,
+        block_keys=block_keys,
         xla=attend,
         splits=case.splits,
     )
@@ -181,20 +181,20 @@ def test_kernel_equals_float64_and_the_xla_path(name: str, data: st.DataObject, 
         oldest = np.maximum(length - cache.slots, 0)
     keys = [[(p, k[b, p], v[b, p]) for p in range(oldest[b], end[b])] for b in range(case.batch)]
     positions = length[:, None] + np.arange(case.steps)
-    beside = None
+    block_keys = None
     if case.kind == "block":
         block = rng.standard_normal((2, case.batch, case.steps, case.kv_heads, case.head_dim))
         block = block.astype(np.float32)
         for b in range(case.batch):
             keys[b] += list(zip(positions[b], block[0, b], block[1, b], strict=True))
         shaped = (jnp.asarray(np.swapaxes(x, 1, 2)[:, None]) for x in block)
-        beside = Chunk(*shaped, jnp.asarray(positions[:, None], jnp.int32))
+        block_keys = Chunk(*shaped, jnp.asarray(positions[:, None], jnp.int32))
     q = rng.standard_normal((case.batch, case.steps, case.heads, case.head_dim))
     q = q.astype(np.float32)
     arguments = (jnp.asarray(q), jnp.asarray(positions, jnp.int32), cache, jnp.asarray(count))
-    found = run(case, True, *arguments, beside)
+    found = run(case, True, *arguments, block_keys)
     np.testing.assert_allclose(found, reference(case, q, positions, keys), atol=WITHIN, rtol=0)
-    expected = run(case, False, *arguments, beside)
+    expected = run(case, False, *arguments, block_keys)
     np.testing.assert_allclose(found, expected, atol=WITHIN, rtol=0)
 
 

@@ -46,20 +46,20 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def inputs(causal: bool) -> tuple[Any, ...]:
     size = max(LENGTHS)
-    beside = None if causal else (normal(4, 2, STEPS, KV, DIM), normal(5, 2, STEPS, KV, DIM))
+    block_keys = None if causal else (normal(4, 2, STEPS, KV, DIM), normal(5, 2, STEPS, KV, DIM))
     q, keys = normal(1, 2, STEPS, HEADS, DIM), normal(2, 2, size, KV, DIM)
-    return q, keys, normal(3, 2, size, KV, DIM), beside
+    return q, keys, normal(3, 2, size, KV, DIM), block_keys
 
 
 def attended(make: Any, config: Any, causal: bool, args: tuple[Any, ...]) -> jax.Array:
-    q, keys, values, beside = args
+    q, keys, values, block_keys = args
     first = jnp.asarray(LENGTHS, jnp.int32) - (STEPS if causal else 0)
     positions = first[:, None] + jnp.arange(STEPS, dtype=jnp.int32)[None]
     own = None
-    if beside is not None:
-        own = Chunk(*(jnp.swapaxes(x, 1, 2)[:, None] for x in beside), positions[:, None])
+    if block_keys is not None:
+        own = Chunk(*(jnp.swapaxes(x, 1, 2)[:, None] for x in block_keys), positions[:, None])
     source, _ = make(keys, values, config)
-    run = jax.jit(lambda q: attend(q, positions, source, config, causal=causal, beside=own))
+    run = jax.jit(lambda q: attend(q, positions, source, config, causal=causal, block_keys=own))
     return run(q)
 
 

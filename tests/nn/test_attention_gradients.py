@@ -93,7 +93,7 @@ SOURCES = {
 
 
 def plain(
-    q: Any, keys: Any, values: Any, beside: Any, config: AttentionConfig, causal: bool
+    q: Any, keys: Any, values: Any, block_keys: Any, config: AttentionConfig, causal: bool
 ) -> np.ndarray:
     """The same attention in float64, a row and a query at a time."""
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
@@ -101,9 +101,9 @@ def plain(
     for row, length in enumerate(LENGTHS):
         k, v, place = keys[row, :length], values[row, :length], np.arange(length)
         first = length - STEPS if causal else length
-        if beside is not None:
-            k = np.concatenate([k, np.asarray(beside[0][row], np.float64)])
-            v = np.concatenate([v, np.asarray(beside[1][row], np.float64)])
+        if block_keys is not None:
+            k = np.concatenate([k, np.asarray(block_keys[0][row], np.float64)])
+            v = np.concatenate([v, np.asarray(block_keys[1][row], np.float64)])
             place = np.concatenate([place, length + np.arange(STEPS)])
         for step in range(STEPS):
             at = first + step
@@ -135,12 +135,12 @@ def test_attention_has_the_gradient_of_float64_differences(name: str) -> None:
     first = jnp.asarray(LENGTHS, jnp.int32) - (STEPS if causal else 0)
     positions = first[:, None] + jnp.arange(STEPS, dtype=jnp.int32)[None]
 
-    def value(q: Any, keys: Any, values: Any, beside: Any) -> jax.Array:
+    def value(q: Any, keys: Any, values: Any, block_keys: Any) -> jax.Array:
         source, _ = make(keys, values, config)
         own = None
-        if beside is not None:
-            own = Chunk(*(jnp.swapaxes(x, 1, 2)[:, None] for x in beside), positions[:, None])
-        return attend(q, positions, source, config, causal=causal, beside=own)
+        if block_keys is not None:
+            own = Chunk(*(jnp.swapaxes(x, 1, 2)[:, None] for x in block_keys), positions[:, None])
+        return attend(q, positions, source, config, causal=causal, block_keys=own)
 
     np.testing.assert_allclose(
         jax.jit(value)(*args), plain(*args, config, causal), atol=3e-6, rtol=1e-5
