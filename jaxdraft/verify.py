@@ -44,7 +44,7 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     batch, rows, _ = logits.shape
     chex.assert_shape(proposal.tokens, (batch, rows - 1))
     best = best_token(logits)
-    finite = _speaks(logits, best)
+    finite = _is_finite(logits, best)
     proposed = jnp.arange(rows - 1, dtype=jnp.int32)[None] < proposal.length[:, None]
     match = (proposal.tokens == best[:, :-1]) & finite[:, :-1] & proposed
     accepted = jnp.sum(jnp.cumprod(match.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -82,7 +82,7 @@ def sampled(
     warm = truncation.temperature > 0
 
     def judge() -> Verdict:
-        finite = _speaks(logits, best_token(logits))  # [B, 1 + K]
+        finite = _is_finite(logits, best_token(logits))  # [B, 1 + K]
         # Non-finite rows must not reach a product, where NaN spreads; they are rejected below.
         target = distribution(jnp.where(finite[..., None], logits, 0.0), truncation)
         drafts, length = proposal.tokens, proposal.length
@@ -94,24 +94,24 @@ def sampled(
         q = _proposed_with(proposal, tokens)
         keys = draw_keys(streams, at, 0)
         u = jax.vmap(lambda key: jax.random.uniform(key, (width,), jnp.float32))(keys)
-        stands = (u * q < p) & finite[:, :-1] & proposed
-        accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        accepts = (u * q < p) & finite[:, :-1] & proposed
+        accepted = jnp.sum(jnp.cumprod(accepts.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         last = target.rows(accepted).probs()  # [B, V]
-        residual = jnp.maximum(last - _fallen(proposal, accepted, last.shape[-1]), 0.0)
+        residual = jnp.maximum(last - _rejected_mass(proposal, accepted, last.shape[-1]), 0.0)
         # A draft is rejected only where p < q, so the residual is positive except after rounding.
         left = jnp.sum(residual, axis=-1, keepdims=True) > 0
         token = draw(jnp.where(left, residual, last), draw_keys(streams, at, 1))
-        says = jnp.take_along_axis(finite, accepted[:, None], axis=1)[:, 0]
+        emitted_finite = jnp.take_along_axis(finite, accepted[:, None], axis=1)[:, 0]
         return Verdict(
             jnp.where(warm, accepted, verdict.accepted),
             jnp.where(warm, token, verdict.next_token),
-            jnp.where(warm, says, verdict.finite),
+            jnp.where(warm, emitted_finite, verdict.finite),
         )
 
     return lax.cond(jnp.any(warm), judge, lambda: verdict)
 
 
-def _speaks(logits: jax.Array, best: jax.Array) -> jax.Array:
+def _is_finite(logits: jax.Array, best: jax.Array) -> jax.Array:
     """Return whether rows of logits [..., V] with these best tokens [...] predict anything.
 
     The best token of a row with a NaN is the NaN. ``jnp.max`` may drop a NaN on CPUs.
@@ -128,18 +128,18 @@ def _proposed_with(proposal: Proposal, tokens: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(support.tokens == tokens[..., None], support.probs, 0.0), axis=-1)
 
 
-def _fallen(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
+def _rejected_mass(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
     """Return q where draft ``accepted`` [B] was rejected, zero where none was: [B, V]."""
     batch, width = proposal.tokens.shape
     none = jnp.zeros((batch, vocab), jnp.float32)
     if width == 0:
         return none
     at = jnp.minimum(accepted, width - 1)[:, None]
-    fell = (accepted < proposal.length)[:, None]
+    rejected = (accepted < proposal.length)[:, None]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     if proposal.support is None:
         token = jnp.take_along_axis(proposal.tokens, at, axis=1)
-        return none.at[row, jnp.where(fell, token, vocab)].add(1.0, mode="drop")
+        return none.at[row, jnp.where(rejected, token, vocab)].add(1.0, mode="drop")
     tokens = jnp.take_along_axis(proposal.support.tokens, at[..., None], axis=1)[:, 0]
     probs = jnp.take_along_axis(proposal.support.probs, at[..., None], axis=1)[:, 0]
-    return none.at[row, jnp.where(fell, tokens, vocab)].add(probs, mode="drop")
+    return none.at[row, jnp.where(rejected, tokens, vocab)].add(probs, mode="drop")

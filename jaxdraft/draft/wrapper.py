@@ -84,7 +84,7 @@ def check_numbers(rule: Any, bounds: dict[str, tuple[float, float | None]]) -> N
 
 
 def best_width(
-    stands: jax.Array,
+    accept_prob: jax.Array,
     round_cost: float | jax.Array,
     draft_cost: float | jax.Array,
     limit: jax.Array | None = None,
@@ -98,12 +98,13 @@ def best_width(
     arXiv:2211.17192, section 3.3, with a chance for every draft.
 
     Args:
-      stands: s, [B, K] float32: the probability that each draft is accepted if those before it are.
+      accept_prob: s, [B, K] float32, the probability that each draft is accepted if those before
+        it are.
       round_cost, draft_cost: costs per round and per draft, in plain steps.
       limit: [B] int32, the most drafts per row. Default: K.
     """
-    drafts = jnp.arange(stands.shape[1] + 1, dtype=jnp.float32)
-    tokens = 1.0 + jnp.cumsum(jnp.cumprod(stands, axis=1), axis=1)
+    drafts = jnp.arange(accept_prob.shape[1] + 1, dtype=jnp.float32)
+    tokens = 1.0 + jnp.cumsum(jnp.cumprod(accept_prob, axis=1), axis=1)
     tokens = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=1.0)  # [B, 1 + K]
     # Python's numbers are float64 arguments under `jax_enable_x64`.
     once, each = (jnp.asarray(x, jnp.float32) for x in (round_cost, draft_cost))

@@ -248,8 +248,8 @@ def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metri
         "greedy": (greedy, right.astype(jnp.float32)),
         "sampled": (~greedy, overlap.astype(jnp.float32)),
     }
-    for name, (of, stands) in kinds.items():
-        reached = jnp.cumprod(lax.stop_gradient(stands), axis=-1)
+    for name, (of, accept_prob) in kinds.items():
+        reached = jnp.cumprod(lax.stop_gradient(accept_prob), axis=-1)
         number = jnp.sum(of.astype(jnp.float32)) * reached.shape[1]
         survival = jnp.sum(jnp.where(of[:, None, None], reached, 0.0), axis=(0, 1)) / number
         metrics[f"{name}_survival"] = survival

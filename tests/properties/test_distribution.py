@@ -238,12 +238,12 @@ def test_a_q_that_does_not_sum_to_one_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_residual_of_the_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    fallen = verify._fallen
+    rejected_mass = verify._rejected_mass
 
     def one_late(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.Array:
-        return fallen(proposal, jnp.minimum(accepted + 1, proposal.length - 1), vocab)
+        return rejected_mass(proposal, jnp.minimum(accepted + 1, proposal.length - 1), vocab)
 
-    monkeypatch.setattr(verify, "_fallen", one_late)
+    monkeypatch.setattr(verify, "_rejected_mass", one_late)
     drafter = Fresh(DRAFTER.candidates, DRAFTER.scores)
     p, _ = chi_square(outputs(drafter, Sampling()), exactly({}))
     assert p < LIMIT
