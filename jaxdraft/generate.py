@@ -288,24 +288,24 @@ def _generate(
     batch = tokens.shape[0]
     # A round emits at least one token of every running row.
     seen = Trace(jnp.full((batch, new_tokens), -1, jnp.int32)) if trace else None
-    said = _no_logprobs(batch, new_tokens, logprobs)
-    said = _append(said, info, jnp.zeros((batch,), jnp.int32))
+    collected = _no_logprobs(batch, new_tokens, logprobs)
+    collected = _append(collected, info, jnp.zeros((batch,), jnp.int32))
 
     def running(carry: Carry) -> jax.Array:
         return jnp.any(carry[0].status == Status.RUNNING)
 
     def body(carry: Carry) -> Carry:
-        state, number, seen, said = carry
+        state, number, seen, collected = carry
         start = state.emitted
         state, info = rounds.round(target, drafter, state, rules, logprobs=logprobs)
         if seen is not None:
             place = (jnp.zeros_like(number), number)
             seen = Trace(lax.dynamic_update_slice(seen.accepted, info.accepted[:, None], place))
-        return state, number + 1, seen, _append(said, info, start)
+        return state, number + 1, seen, _append(collected, info, start)
 
-    carry = (state, jnp.asarray(0, jnp.int32), seen, said)
-    state, _, seen, said = lax.while_loop(running, body, carry)
-    return replace(_output(state, lengths, new_tokens), trace=seen, logprobs=said)
+    carry = (state, jnp.asarray(0, jnp.int32), seen, collected)
+    state, _, seen, collected = lax.while_loop(running, body, carry)
+    return replace(_output(state, lengths, new_tokens), trace=seen, logprobs=collected)
 
 
 def _start(
@@ -357,15 +357,17 @@ def _no_logprobs(batch: int, size: int, alternatives: int | None) -> Logprobs | 
     )
 
 
-def _append(said: Logprobs | None, info: RoundInfo, start: jax.Array) -> Logprobs | None:
+def _append(collected: Logprobs | None, info: RoundInfo, start: jax.Array) -> Logprobs | None:
     """Append a round's log-probabilities to the ``start`` [B] existing ones."""
-    if said is None or info.logprobs is None:
-        return said
+    if collected is None or info.logprobs is None:
+        return collected
     step = jnp.arange(info.logprobs.token.shape[1], dtype=jnp.int32)[None]
-    size = said.token.shape[1]
+    size = collected.token.shape[1]
     place = jnp.where(step < info.emitted[:, None], start[:, None] + step, size)
     row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-    return jax.tree.map(lambda x, new: x.at[row, place].set(new, mode="drop"), said, info.logprobs)
+    return jax.tree.map(
+        lambda x, new: x.at[row, place].set(new, mode="drop"), collected, info.logprobs
+    )
 
 
 _append_program = jax.jit(_append)
@@ -512,11 +514,11 @@ def _stream(
         parts = (row[:n] for row, n in zip(ids, prompt, strict=True))
         texts = [OutputText(model.text, prompt=part, stop=ready.stop) for part in parts]
     done = np.zeros(batch, bool)
-    said = _no_logprobs(batch, ready.new_tokens, logprobs)
+    collected = _no_logprobs(batch, ready.new_tokens, logprobs)
     while True:
         status, emitted = host(state.status), host(state.emitted)
         tokens, chances = host(state.tokens), jax.tree.map(host, info.logprobs)
-        said = _append_program(said, info, jax.device_put(seen.astype(np.int32)))
+        collected = _append_program(collected, info, jax.device_put(seen.astype(np.int32)))
         for row in range(batch):
             if done[row]:
                 continue
@@ -535,5 +537,5 @@ def _stream(
             break
         state, info = _round_program(target, drafter, state, ready.rules, logprobs=logprobs)
         accepted = host(info.accepted)
-    out = replace(_output_program(state, ready.lengths, ready.new_tokens), logprobs=said)
+    out = replace(_output_program(state, ready.lengths, ready.new_tokens), logprobs=collected)
     return _finish(_described(out, model, ready), ready.wanted, throw)

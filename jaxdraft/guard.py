@@ -232,10 +232,10 @@ def sanitize(
     """
     drafts = proposal.tokens.shape[1]
     wants = feed.wants_draft & (feed.limit > 0)
-    said = _wide(proposal.length)
-    broken = (said < 0) | (said > drafts)
+    claimed = _wide(proposal.length)
+    broken = (claimed < 0) | (claimed > drafts)
     asked = jnp.minimum(
-        jnp.clip(said, 0, drafts).astype(jnp.int32), jnp.where(wants, feed.limit, 0)
+        jnp.clip(claimed, 0, drafts).astype(jnp.int32), jnp.where(wants, feed.limit, 0)
     )
     support = None if feed.draw is None else proposal.support
     tokens, sound = _as_tokens(proposal.tokens, vocab_size)

@@ -113,25 +113,25 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Return the summary as lines of text."""
-        said = [
+        lines = [
             f"{self.emitted} tokens in {self.rounds} rounds"
             + (f", {self.tokens_per_round:.2f} tokens per round" if self.rounds else ""),
             f"{self.target_forwards} target forwards, {self.drafter_forwards} drafter forwards",
         ]
         if self.evaluated:
-            said.append(
+            lines.append(
                 f"drafts: {self.proposed} proposed, {self.evaluated} evaluated, "
                 f"{self.accepted} accepted ({self.acceptance:.1%} of the evaluated)"
             )
             rates = ("-" if r is None else f"{r:.0%}" for r in self.acceptance_at)
-            said.append("accepted, by position: " + "  ".join(rates))
+            lines.append("accepted, by position: " + "  ".join(rates))
         missed = {why: n for why, n in self.undrafted.items() if n}
         if missed and self.proposed:
             reasons = ", ".join(f"{n} {why}" for why, n in missed.items())
-            said.append(f"rounds without drafts: {reasons}")
+            lines.append(f"rounds without drafts: {reasons}")
         if self.admission_misses:
-            said.append(f"admission misses: {self.admission_misses}")
-        return said
+            lines.append(f"admission misses: {self.admission_misses}")
+        return lines
 
 
 def summarize(stats: Stats | Iterable[Stats], *, admission_misses: int = 0) -> Summary:

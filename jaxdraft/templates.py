@@ -228,10 +228,10 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             raise ValueError(f"a message is a mapping with a 'role', not {given!r}")
     chat = [{k: v for k, v in message.items() if v is not None} for message in chat]
     for message in chat:  # names of the same thing in different templates
-        said = next((message[name] for name in _REASONING if name in message), None)
-        if said is not None:
-            message.setdefault("thinking", said)
-            message["reasoning_content"] = said
+        reasoning = next((message[name] for name in _REASONING if name in message), None)
+        if reasoning is not None:
+            message.setdefault("thinking", reasoning)
+            message["reasoning_content"] = reasoning
     return chat
 
 

@@ -341,14 +341,14 @@ class _Target:
         )
 
     def _tied(self, head_stored: bool) -> bool:
-        said = [
+        stated = [
             section.body["tie_word_embeddings"]
             for section in (self.top, self.text)
             if section.body.get("tie_word_embeddings") is not None
         ]
-        if not all(isinstance(tied, bool) and tied == said[0] for tied in said):
+        if not all(isinstance(tied, bool) and tied == stated[0] for tied in stated):
             raise self.text.fail("tie_word_embeddings", "true or false, the same everywhere")
-        return said[0] if said else not head_stored
+        return stated[0] if stated else not head_stored
 
     def _mtp(
         self, config: TargetConfig, attention: AttentionConfig

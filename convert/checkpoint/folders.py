@@ -67,12 +67,12 @@ class PartFolder:
     layout: Sequence[Entry]
     tensors: Tensors
 
-    def stored(self, requested: DTypeLike | None, said: str | None) -> jnp.dtype:
+    def stored(self, requested: DTypeLike | None, stated: str | None) -> jnp.dtype:
         """What was asked for, what the configuration says, or what the first tensor is."""
         names = (part.name for e in self.layout for part in e.tensors)
         types = (self.tensors[name].data_type for name in names if name in self.tensors)
         first = FLOATS[next(each for each in types if each in FLOATS)]
-        return jnp.dtype(requested if requested is not None else said or first)
+        return jnp.dtype(requested if requested is not None else stated or first)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,8 +79,8 @@ class ModelSection(Section):
             for key in ("beta_fast", "beta_slow", "attention_factor"):
                 inner.number(key, 1.0)
             inner.only("truncate", True, False)
-        said = {**inner.body, "rope_type": kind, "rope_theta": inner.number("rope_theta")}
-        return Rope.of_json(said), inner
+        stated = {**inner.body, "rope_type": kind, "rope_theta": inner.number("rope_theta")}
+        return Rope.of_json(stated), inner
 
     def quantized(self) -> Quantized | None:
         """How matrices are stored in few bits: of compressed-tensors' ways, two are implemented."""

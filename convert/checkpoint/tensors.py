@@ -125,10 +125,10 @@ def check_tensors(
     for part in (part for entry in layout for part in entry.tensors):
         sizes = shape_of(part.name)
         if sizes in expected and sizes in tensors and tensors[sizes].shape == (2,):
-            said = tuple(tensors[sizes].read().tolist())
-            if said != part.shape:
+            stated = tuple(tensors[sizes].read().tolist())
+            if stated != part.shape:
                 where = f"tensor {sizes}"
-                found.report(tensors[sizes].file, where, f"{list(said)}", f"{list(part.shape)}")
+                found.report(tensors[sizes].file, where, f"{list(stated)}", f"{list(part.shape)}")
     _check_others(expected, tensors, aside, found, remarks or Remarks())
     problems += found[:_NAMED]
     if len(found) > _NAMED:  # of another architecture, and one line a tensor tells no more

@@ -117,7 +117,7 @@ class FallbackDrafter(DrafterDefaults):
         self, state: tuple[Any, Any], feed: Feed
     ) -> tuple[tuple[Any, Any], Proposal, DraftInfo]:
         """See :meth:`jaxdraft.base.Drafter.propose`."""
-        one, first, said = guard.propose(self.first, state[0], feed)
+        one, first, info = guard.propose(self.first, state[0], feed)
         served = first.length > 0
         asks = replace(feed, wants_draft=feed.wants_draft & ~served)
         two, second, also = guard.propose(self.second, state[1], asks)
@@ -136,8 +136,8 @@ class FallbackDrafter(DrafterDefaults):
             jnp.where(served, first.length, second.length),
             support=support,
         )
-        reason = jnp.where(served, said.reason, also.reason)
-        return (one, two), proposal, DraftInfo(reason, said.forwards + also.forwards)
+        reason = jnp.where(served, info.reason, also.reason)
+        return (one, two), proposal, DraftInfo(reason, info.forwards + also.forwards)
 
     def _wide(self, proposal: Proposal) -> Proposal:
         """Pad the proposal to K drafts."""

@@ -256,10 +256,10 @@ def run_chunk(
     logits = rounds.logits_after(target, last, needed=jnp.any(begins))
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
     part, first = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
-    told = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
+    last_token = jnp.take_along_axis(part.tokens, part.length[:, None], axis=1, mode="clip")[:, 0]
     part = replace(
         part,
-        anchor=jnp.where(resumes, told, part.anchor),
+        anchor=jnp.where(resumes, last_token, part.anchor),
         length=part.length + resumes.astype(jnp.int32),
         status=jnp.where(resumes, Status.RUNNING, part.status).astype(jnp.int32),
     )
