@@ -69,7 +69,7 @@ class DecoderTarget:
 
         Layers with a window keep a ring of pages per row instead, whatever the capacity.
         """
-        pool = PagedPool.one_page_a_row(
+        pool = PagedPool.one_page_per_row(
             self.config.kv_shape("attention", self.dtype),
             batch=batch,
             capacity=paged.room(capacity, PREFILL_CHUNK),

@@ -134,7 +134,7 @@ class BlockDrafter(DrafterDefaults):
                 page_size=RING_PAGE,
             )
         else:
-            cache = PagedPool.one_page_a_row(
+            cache = PagedPool.one_page_per_row(
                 self._kv_shape, batch=batch, capacity=paged.room(capacity, INGEST_ROWS)
             )
         return _start(cache)

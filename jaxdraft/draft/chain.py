@@ -100,7 +100,7 @@ class ChainDrafter(DrafterDefaults):
 
     def init(self, batch: int, capacity: int) -> ChainState:
         """Return an empty state: one page per row for ``capacity`` positions, as in the target."""
-        pool = PagedPool.one_page_a_row(
+        pool = PagedPool.one_page_per_row(
             self.config.attention.kv_shape(1, self.dtype),
             batch=batch,
             capacity=paged.room(capacity, max(INGEST_ROWS, self.draft_tokens)),

@@ -149,7 +149,7 @@ class PagedPool:
         )
 
     @classmethod
-    def one_page_a_row(cls, shape: KvShape, *, batch: int, capacity: int) -> PagedPool:
+    def one_page_per_row(cls, shape: KvShape, *, batch: int, capacity: int) -> PagedPool:
         """Return the pool of a fixed batch: row b owns page b, which has ``capacity`` slots."""
         pool = cls.zeros(shape, batch=batch, pages=batch, page_size=capacity, columns=1)
         return replace(

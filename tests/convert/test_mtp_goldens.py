@@ -29,7 +29,9 @@ def test_first_call_and_chain(name: str) -> None:
         rows, pool = drafter()(jnp.take(table, tokens, axis=0), hidden, count, pool)
         return rows, matmul(rows, head), pool.replace(length=pool.length + count)
 
-    pool = PagedPool.one_page_a_row(config.attention.kv_shape(1, jnp.float32), batch=1, capacity=64)
+    pool = PagedPool.one_page_per_row(
+        config.attention.kv_shape(1, jnp.float32), batch=1, capacity=64
+    )
     tokens, hidden = jnp.asarray(golden["tokens"])[None], jnp.asarray(golden["hidden"])[None]
     rows, logits, pool = step(loaded.drafter, table, head, tokens, hidden, pool)
     np.testing.assert_allclose(rows[0], golden["hidden_out"], atol=5e-4)

@@ -33,7 +33,7 @@ def pool_of(batch: int, pages: int, page_size: int, columns: int) -> PagedPool:
 
 
 def dense_pool(batch: int, capacity: int) -> PagedPool:
-    return PagedPool.one_page_a_row(
+    return PagedPool.one_page_per_row(
         KvShape(layers=1, kv_heads=1, head_dim=1, dtype=jnp.float32),
         batch=batch,
         capacity=paged.room(capacity, 128),

@@ -49,7 +49,7 @@ def attention(
     """A jitted call of :func:`attend` with kernels and its arguments, shapes alone."""
     shape = config.kv_shape(1, dtype)
     make = {
-        "dense": lambda: PagedPool.one_page_a_row(shape, batch=1, capacity=9344),
+        "dense": lambda: PagedPool.one_page_per_row(shape, batch=1, capacity=9344),
         "paged": lambda: PagedPool.zeros(shape, batch=8, pages=600, page_size=16, columns=64),
         "sliding": lambda: Ring.zeros(shape, batch=2, window=500, rows=16, page_size=128),
         "block": lambda: Ring.zeros(shape, batch=1, window=4096, block=8, page_size=128),

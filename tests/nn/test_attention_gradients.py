@@ -34,7 +34,7 @@ def attention(**changes: Any) -> AttentionConfig:
 
 def dense(rows: jax.Array, values: jax.Array, config: AttentionConfig) -> tuple[Source, Any]:
     """A page per row; slots behind a row's end hold NaN."""
-    pool = PagedPool.one_page_a_row(SHAPE, batch=2, capacity=4 * CHUNK)
+    pool = PagedPool.one_page_per_row(SHAPE, batch=2, capacity=4 * CHUNK)
     spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (pool.keys, pool.values))
     pool = replace(pool, keys=spoiled[0], values=spoiled[1])
     for start in range(0, rows.shape[1], CHUNK):

@@ -118,7 +118,7 @@ def test_writes_past_the_table_are_dropped() -> None:
 
 def test_more_rows_than_a_dense_pool_has_room_for_do_not_slide_back() -> None:
     """A window of 200 rows, of which five count, at 150 of 256 slots."""
-    pool = PagedPool.one_page_a_row(SHAPE, batch=2, capacity=paged.room(128, 128))
+    pool = PagedPool.one_page_per_row(SHAPE, batch=2, capacity=paged.room(128, 128))
     pool = pool.replace(length=jnp.asarray([150, 0], jnp.int32))
     rows = jnp.ones((2, 200, HEADS, DIM))
     after = write(pool, 0, rows, rows, jnp.asarray([5, 0], jnp.int32))
@@ -151,7 +151,7 @@ def filled(kind: str, keys: np.ndarray, values: np.ndarray, seed: int) -> PagedP
     """All rows written in pieces into a pool of one page a row, or of shuffled pages."""
     batch, total = keys.shape[:2]
     if kind == "dense":
-        pool = PagedPool.one_page_a_row(SHAPE, batch=batch, capacity=paged.room(total, 8))
+        pool = PagedPool.one_page_per_row(SHAPE, batch=batch, capacity=paged.room(total, 8))
     else:
         size = 16
         columns = -(-total // size) + 1
