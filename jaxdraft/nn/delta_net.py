@@ -10,11 +10,13 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -100,15 +102,32 @@ def delta_rule(
         jnp.arange(steps, dtype=jnp.int32)[:, None],
         jnp.arange(steps, dtype=jnp.int32)[None],
     )
-    # G_i - G_j as a sum of its own terms: the difference of two long sums would lose their digits.
-    later = jnp.where(rows > columns, jnp.swapaxes(log_decay, 1, 2)[..., None], 0.0)  # [.., m, j]
-    upto = (rows >= columns).astype(jnp.float32)  # [i, m]
-    between = jnp.einsum("im,bhmj->bhij", upto, later, precision=_HIGHEST)
+    between = _between(jnp.swapaxes(log_decay, 1, 2))
     since = jnp.where(rows >= columns, jnp.exp(between), 0.0)
     system = jnp.where(rows > columns, rate * since * gram, 0.0)
     update = solve_unit_lower(system, update)
     output = output + jnp.einsum("bhij,bhjv->bhiv", since * overlap, update, precision=_HIGHEST)
     return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+
+
+def _between(decay: jax.Array) -> jax.Array:
+    """Return ``G_i - G_j`` for i > j, from [..., T]: [..., T, T], zero elsewhere.
+
+    Each is the sum of its own terms: the difference of two long sums would lose their digits.
+    Example: [1 2 3] gives [[0 0 0] [2 0 0] [5 3 0]].
+    """
+    steps = decay.shape[-1]
+    rows = np.arange(steps)
+    # From the updates before row m + 1 to those at or after it.
+    crosses = (rows[None] < rows[:, None])[:, None] & (rows[:, None] <= rows[None])[..., None]
+    if steps <= _BLOCK:  # one sum that compilers fuse with what needs it
+        terms = [
+            jnp.where(jnp.asarray(crosses[m]), decay[..., m, None, None], 0.0) for m in rows[1:]
+        ]
+        return functools.reduce(jnp.add, terms)
+    later = jnp.where(rows[:, None] > rows[None], decay[..., None], 0.0)  # [..., m, j]
+    upto = jnp.asarray(rows[:, None] >= rows[None], jnp.float32)  # [i, m]
+    return jnp.einsum("im,...mj->...ij", upto, later, precision=_HIGHEST)
 
 
 _BLOCK = 16
@@ -229,9 +248,11 @@ def prepare(
     b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
     row = (1, 1, c.value_heads)
     decay = weights.decay_scale.reshape(row) * jax.nn.softplus(a + weights.dt_bias.reshape(row))
-    q, k, v = jnp.split(_convolve(weights, conv, stream), (c.key_rows, 2 * c.key_rows), axis=-1)
-    q = l2_normalize(q.reshape(batch, steps, c.key_heads, c.key_dim)) * c.key_dim**-0.5
-    k = l2_normalize(k.reshape(batch, steps, c.key_heads, c.key_dim))
+    both, v = jnp.split(_convolve(weights, conv, stream), (2 * c.key_rows,), axis=-1)
+    # Queries and keys in one, since that is one launch on GPUs.
+    both = l2_normalize(both.reshape(batch, steps, 2 * c.key_heads, c.key_dim))
+    q, k = jnp.split(both, 2, axis=2)
+    q = q * c.key_dim**-0.5
     v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
     gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
     return DeltaRows(q, k, v, decay, jax.nn.sigmoid(b), gate, stream)
