@@ -27,7 +27,6 @@ and the draws of a row do not depend on the rest of the batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -368,9 +367,19 @@ def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
 
     The index is the argmax of log p + Gumbel noise.
     """
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[1:], jnp.float32))(keys)
-    log = jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1.0)), MASKED)
-    return jnp.argmax(log + noise, axis=-1).astype(jnp.int32)
+    noisy = perturb(probs, gumbel(keys, probs.shape[1]))
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def perturb(probs: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return ``log(probs) + noise``, about MASKED where the probability is zero."""
+    return jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1.0)), MASKED) + noise
+
+
+def gumbel(keys: jax.Array, size: int) -> jax.Array:
+    """Return Gumbel noise of each key: [...] keys -> [..., size] float32."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys.reshape(-1))
+    return noise.reshape(*keys.shape, size)
 
 
 def _cutoff(tempered: jax.Array, t: Truncation) -> jax.Array:
@@ -435,23 +444,42 @@ def _threshold(logits: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Ar
     Weights of one count exactly up to 2**24.
     """
     bits = lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0: one zero
-    high = jnp.uint32(0x80000000)
-    ordered = jnp.where(bits & high, ~bits, bits | high)
+    ordered = jnp.where(bits & _HIGH, ~bits, bits | _HIGH)
+    found = lax.platform_dependent(ordered, weights, need, cpu=_by_bits, default=_by_digits)
+    return lax.bitcast_convert_type(jnp.where(found & _HIGH, found ^ _HIGH, ~found), jnp.float32)
+
+
+_HIGH = np.uint32(0x80000000)
+
+
+def _by_bits(ordered: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """Find the threshold in uint32, bit by bit."""
 
     def bit(number: jax.Array, low: jax.Array) -> jax.Array:
-        trial = low | (high >> number.astype(jnp.uint32))
+        trial = low | (_HIGH >> number.astype(jnp.uint32))
         mass = jnp.sum(jnp.where(ordered >= trial[..., None], weights, 0.0), axis=-1)
         return jnp.where(mass >= need, trial, low)
 
-    def search(start: jax.Array, *, unroll: bool) -> jax.Array:
-        return lax.fori_loop(0, 32, bit, start, unroll=unroll)
+    return lax.fori_loop(0, 32, bit, jnp.zeros(need.shape, jnp.uint32))
 
-    found = lax.platform_dependent(
-        jnp.zeros(need.shape, jnp.uint32),
-        cpu=functools.partial(search, unroll=False),
-        default=functools.partial(search, unroll=True),  # a loop would end a CUDA graph
-    )
-    return lax.bitcast_convert_type(jnp.where(found & high, found ^ high, ~found), jnp.float32)
+
+def _by_digits(ordered: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """Find the threshold in uint32, four bits per pass over the weights.
+
+    For GPUs: a loop would end a CUDA graph, and this takes 8 launches where bits take 32.
+    """
+    low = jnp.zeros(need.shape, jnp.uint32)
+    for shift in range(28, -4, -4):
+        trials = [low + jnp.uint32(digit << shift) for digit in range(1, 16)]
+        kept = tuple(jnp.where(ordered >= trial[..., None], weights, 0.0) for trial in trials)
+        masses = lax.reduce(kept, (jnp.float32(0),) * len(kept), _add, (ordered.ndim - 1,))
+        for trial, mass in zip(trials, masses, strict=True):
+            low = jnp.where(mass >= need, trial, low)
+    return low
+
+
+def _add(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 # --------------------------------------------------------------------------- host
@@ -540,5 +568,7 @@ __all__ = [
     "distribution",
     "draw",
     "drafting",
+    "gumbel",
+    "perturb",
     "probabilities",
 ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxdraft
-from jaxdraft import Model, Sampling, generate, score, stream
+from jaxdraft import Model, Sampling, generate, sampling, score, stream
 from jaxdraft.base import Truncation
 from jaxdraft.ranking import best_token
 from jaxdraft.sampling import distribution, probabilities
@@ -306,3 +306,21 @@ def test_a_mask_that_allows_nothing_ends_the_row() -> None:
 
 def test_the_front_door_knows_sampling() -> None:
     assert jaxdraft.Sampling is Sampling
+
+
+@pytest.mark.parametrize("need", [0.0, 1.0, 37.0, 5000.0])
+def test_a_threshold_is_the_same_by_digits_as_by_bits(need: float) -> None:
+    """Weights are whole numbers, whose sums are exact in any order."""
+    rng = np.random.default_rng(int(need))
+    ordered = rng.integers(0, 2**32, (2, 3, 5000), np.uint32)
+    ordered[0] = ordered[0] >> 28 << 4  # few different numbers
+    weights = rng.integers(0, 4, ordered.shape).astype(np.float32)
+    found = [
+        np.asarray(jax.jit(search)(ordered, weights, np.full((2, 3), need, np.float32)))
+        for search in (sampling._by_bits, sampling._by_digits)
+    ]
+    np.testing.assert_array_equal(*found)
+    mass = np.where(ordered >= found[0][..., None], weights, 0).sum(-1)
+    more = np.where(ordered > found[0][..., None], weights, 0).sum(-1)
+    assert (mass >= need).all()
+    assert (more < need).all() or need == 0

@@ -67,17 +67,16 @@ def walk(lattice: Lattice, choose: Choose) -> jax.Array:
       Candidate indices [B, K] int32.
     """
     batch, steps, _ = lattice.candidates.shape
-
-    def step(previous: jax.Array, here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        number, scores = here  # [], [B, C, C]
-        row = jnp.take_along_axis(scores, previous[:, None, None], axis=1)[:, 0]
-        index = choose(row, number)
-        return index, index
-
-    start = jnp.zeros((batch,), jnp.int32)
-    numbered = (jnp.arange(steps, dtype=jnp.int32), jnp.swapaxes(lattice.scores, 0, 1))
-    _, indices = _scan(step, start, numbered)
-    return jnp.swapaxes(indices, 0, 1)
+    # One pass for all predecessors of all steps: step by step there would be K of them.
+    for_predecessors = jax.vmap(choose, in_axes=(1, None), out_axes=1)
+    for_steps = jax.vmap(for_predecessors, in_axes=(1, 0), out_axes=1)
+    chosen = for_steps(lattice.scores, jnp.arange(steps, dtype=jnp.int32))  # [B, K, C]
+    index = jnp.zeros((batch,), jnp.int32)
+    path = []
+    for step in range(steps):
+        index = jnp.take_along_axis(chosen[:, step], index[:, None], axis=1, mode="clip")[:, 0]
+        path.append(index)
+    return jnp.stack(path, axis=1)
 
 
 def greedy(scores: jax.Array, step: jax.Array) -> jax.Array:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from jaxdraft.base import Draw, Lattice, Support
-from jaxdraft.draft.lattice import path_tokens, walk
+from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.keys import own_streams
 from jaxdraft.ranking import largest_first
-from jaxdraft.sampling import draw, probabilities
+from jaxdraft.sampling import draw, gumbel, perturb, probabilities
 
 
 def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
@@ -22,15 +24,15 @@ def sampled_walk(lattice: Lattice, how: Draw) -> tuple[jax.Array, Support]:
       Tokens [B, K], and the distribution of each.
     """
 
-    def choose(scores: jax.Array, step: jax.Array) -> jax.Array:
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(own_streams(how.keys), step)
-        return draw(probabilities(scores, how.truncation), keys)
-
-    indices = walk(lattice, choose)
+    steps = jnp.arange(lattice.candidates.shape[1], dtype=jnp.int32)
+    probs = probabilities(lattice.scores, how.truncation)  # [B, K, C, C]
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
+    noise = gumbel(fold(own_streams(how.keys), steps), lattice.candidates.shape[2])  # [B, K, C]
+    # Where a step leads from any predecessor is settled before the walk: the best after noise.
+    indices = walk(replace(lattice, scores=perturb(probs, noise[:, :, None])), greedy)
     before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)))
-    rows = jnp.take_along_axis(lattice.scores, before[..., None, None], axis=2)[:, :, 0]
-    support = Support(lattice.candidates, probabilities(rows, how.truncation))
-    return path_tokens(lattice, indices), support
+    rows = jnp.take_along_axis(probs, before[..., None, None], axis=2)[:, :, 0]
+    return path_tokens(lattice, indices), Support(lattice.candidates, rows)
 
 
 def sampled_token(
