@@ -70,6 +70,8 @@ class AttentionConfig:
       window: keys visible to a query, itself counted; ``FULL_ATTENTION`` for all.
       scale: multiplier of ``q . k``.
       softcap: scores become ``softcap * tanh(scores / softcap)``; 0 for none.
+      sinks: every query head has a score of its own in its softmax, to which no key and no value
+        belongs; see :func:`jaxdraft.nn.attention.attend`.
     """
 
     heads: int
@@ -82,6 +84,7 @@ class AttentionConfig:
     window: int = FULL_ATTENTION
     scale: float
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def query_rows(self) -> int:
@@ -303,6 +306,8 @@ class BlockDrafterConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.attention.sinks:
+            raise ValueError("attention.sinks is True; block drafters have no sinks")
         size = self.draft_vocab_size
         if size is not None and not self.candidates <= size <= self.vocab_size:
             raise ValueError(

@@ -37,6 +37,7 @@ def attend(
     *,
     causal: bool,
     block_keys: Chunk | None = None,
+    sinks: jax.Array | None = None,
     implementation: str = XLA,
 ) -> jax.Array:
     """Softmax attention with a running maximum, chunk by chunk.
@@ -49,8 +50,10 @@ def attend(
     A key at position k is visible to a query at position q if the slot holds a key, ``k <= q`` when
     ``causal``, and ``k > q - window`` when there is a window. A query that sees no key gives zeros.
 
+    A sink is one more score in the softmax of every query of its head, and its value is zero.
+
     Source: ``com.microsoft.PagedAttention`` and ``GroupQueryAttention``; the running softmax is
-    Milakov and Gimelshein, arXiv:1805.02867.
+    Milakov and Gimelshein, arXiv:1805.02867; sinks are those of gpt-oss.
 
     Args:
       query: [B, T, N, H], rotated.
@@ -59,13 +62,14 @@ def attend(
       config: heads, scale, window, softcap.
       causal: hide keys after the query.
       block_keys: further keys outside the cache (a drafter's own block).
+      sinks: [N], the scores of the sinks, of any float dtype; None: there are none.
       implementation: "xla", or "pallas" for a kernel where there is one; see
-        :mod:`jaxdraft.kernels`.
+        :mod:`jaxdraft.kernels`. With sinks there is none.
 
     Returns:
       [B, T, N * H].
     """
-    if implementation == PALLAS and fused.serves(query, source):
+    if implementation == PALLAS and sinks is None and fused.serves(query, source):
         return fused.attend(
             query, positions, source, config, causal=causal, block_keys=block_keys, xla=attend
         )
@@ -76,9 +80,26 @@ def attend(
     q = query.reshape(batch, steps, groups, share, dim).transpose(0, 2, 3, 1, 4)
     q = (q * jnp.asarray(config.scale, q.dtype)).reshape(batch, groups, share * steps, dim)
     form = _Form(config, causal, source.read, source.whole, source.chunks)
-    out, _ = _softmax(form, q, positions, _Keys(source.data, source.used, block_keys))
-    out = out.reshape(batch, groups, share, steps, dim).transpose(0, 3, 1, 2, 4)
+    out, log_mass = _softmax(form, q, positions, _Keys(source.data, source.used, block_keys))
+    out = out.reshape(batch, groups, share, steps, dim)
+    if sinks is not None:
+        out = out * share_of_keys(log_mass.reshape(out.shape[:-1]), sinks)[..., None]
+    out = out.transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, steps, heads * dim).astype(query.dtype)
+
+
+def share_of_keys(log_mass: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Return the share of the softmax that falls to keys and not to the sink.
+
+    ``sum exp(score) / (sum exp(score) + exp(sink))``, which scales the average over the keys. It is
+    zero for a query that sees no key.
+
+    Args:
+      log_mass: [B, G, N / G, T] float32, ``log sum exp(score)``.
+      sinks: [N], the scores of the sinks.
+    """
+    heads = sinks.astype(jnp.float32).reshape(1, *log_mass.shape[1:3], 1)
+    return jax.nn.sigmoid(log_mass - heads)
 
 
 class _Form(NamedTuple):
@@ -413,6 +434,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
         self.o = Linear(config.heads * config.head_dim, width, dtype=dtype, rngs=rngs)
+        if config.sinks:
+            self.sinks = nnx.Param(jax.random.normal(rngs.params(), (config.heads,)).astype(dtype))
+
+    @property
+    def sink_scores(self) -> jax.Array | None:
+        """[N], the scores of the sinks, or None."""
+        return self.sinks[...] if self.config.sinks else None
 
     def project(
         self, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None

@@ -62,6 +62,7 @@ class ChainLayer(nnx.Module):
             keys,
             self.mixer.config,
             causal=True,
+            sinks=self.mixer.sink_scores,
             implementation=self.mixer.implementation,
         )
         return self.leave(residual, self.mixer.finish(attended, gate)), pool

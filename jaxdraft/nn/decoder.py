@@ -104,6 +104,7 @@ class Decoder(nnx.Module):
                     keys,
                     mixer.config,
                     causal=True,
+                    sinks=mixer.sink_scores,
                     implementation=mixer.implementation,
                 )
                 y = mixer.finish(y, gate)

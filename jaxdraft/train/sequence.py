@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
-from jaxdraft.nn.attention import Attention
+from jaxdraft.nn.attention import Attention, share_of_keys
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.delta_net import DeltaNet, delta_rule
 from jaxdraft.nn.linear import matmul, precision, take
@@ -51,7 +51,8 @@ def decoder_rows(decoder: Decoder, tokens: jax.Array) -> DecoderRows:
         y = layer.input_norm(x)
         if isinstance(layer.mixer, Attention):
             q, k, v, gate = layer.mixer.project(y, cos, sin)
-            y = layer.mixer.finish(causal_attention(q, k, v, layer.mixer.config), gate)
+            sinks = layer.mixer.sink_scores
+            y = layer.mixer.finish(causal_attention(q, k, v, layer.mixer.config, sinks), gate)
         else:
             y = delta_net_rows(layer.mixer, y)
         x = x + y
@@ -66,7 +67,11 @@ def head_logits(hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, config: AttentionConfig
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    config: AttentionConfig,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of a sequence to itself: :func:`jaxdraft.nn.attention.attend` from empty.
 
@@ -75,6 +80,7 @@ def causal_attention(
       key: [B, T, G, H], rotated.
       value: [B, T, G, H].
       config: heads, scale, window, softcap.
+      sinks: [N], the scores of the sinks, or None.
 
     Returns:
       [B, T, N * H].
@@ -98,11 +104,19 @@ def causal_attention(
     seen = column <= row
     if config.window != FULL_ATTENTION:
         seen = seen & (column > row - config.window)
-    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+    weights = _softmax(jnp.where(seen, scores, MASKED), sinks)
     out = jnp.einsum(
         "bgnts,bsgh->btgnh", weights.astype(value.dtype), value, precision=precision(value.dtype)
     )
     return out.reshape(batch, steps, heads * dim).astype(query.dtype)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return the weights of keys with the scores [B, G, N / G, T, S]; sinks take their share."""
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is None:
+        return weights
+    return weights * share_of_keys(jax.nn.logsumexp(scores, axis=-1), sinks)[..., None]
 
 
 def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.Array:
@@ -178,7 +192,8 @@ def mtp_chain(
         q, k, v, gate = mtp.mixer.project(mtp.input_norm(x), cos, sin)
         keys.append(k)
         values.append(v)
-        x = x + mtp.mixer.finish(_chain_attention(q, keys, values, config), gate)
+        attended = _chain_attention(q, keys, values, config, mtp.mixer.sink_scores)
+        x = x + mtp.mixer.finish(attended, gate)
         x = x + mtp.mlp(mtp.post_norm(x))
         hidden = mtp.norm(x)
         outputs.append(hidden)
@@ -186,7 +201,11 @@ def mtp_chain(
 
 
 def _chain_attention(
-    query: jax.Array, keys: list[jax.Array], values: list[jax.Array], config: AttentionConfig
+    query: jax.Array,
+    keys: list[jax.Array],
+    values: list[jax.Array],
+    config: AttentionConfig,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Causal attention to the first link's keys, and to the same row's keys of the later ones.
 
@@ -195,6 +214,7 @@ def _chain_attention(
       keys: for each link so far [B, T, G, H].
       values: likewise.
       config: heads, scale.
+      sinks: [N], the scores of the sinks, or None.
 
     Returns:
       [B, T, N * H].
@@ -211,9 +231,8 @@ def _chain_attention(
     )
     cached = jnp.where(column <= row, cached.astype(jnp.float32), MASKED)
     own = [jnp.einsum("btgnh,btgh->bgnt", q, k, precision=exact)[..., None] for k in keys[1:]]
-    weights = jax.nn.softmax(
-        jnp.concatenate([cached, *[s.astype(jnp.float32) for s in own]], axis=-1), axis=-1
-    ).astype(query.dtype)
+    scores = jnp.concatenate([cached, *[s.astype(jnp.float32) for s in own]], axis=-1)
+    weights = _softmax(scores, sinks).astype(query.dtype)
     out = jnp.einsum("bgnts,bsgh->btgnh", weights[..., :steps], values[0], precision=exact)
     for link, value in enumerate(values[1:]):
         weight = jnp.transpose(weights[..., steps + link], (0, 3, 1, 2))  # [B, T, G, N / G]

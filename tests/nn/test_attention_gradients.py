@@ -93,7 +93,13 @@ SOURCES = {
 
 
 def plain(
-    q: Any, keys: Any, values: Any, block_keys: Any, config: AttentionConfig, causal: bool
+    q: Any,
+    keys: Any,
+    values: Any,
+    block_keys: Any,
+    config: AttentionConfig,
+    causal: bool,
+    sinks: Any = None,
 ) -> np.ndarray:
     """The same attention in float64, a row and a query at a time."""
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
@@ -116,7 +122,10 @@ def plain(
                 if config.softcap:
                     score = config.softcap * np.tanh(score / config.softcap)
                 weight = np.where(seen, np.exp(score - score.max()), 0)
-                out[row, step, head] = weight @ v[:, group] / weight.sum()
+                mass = weight.sum()
+                if sinks is not None:
+                    mass += np.exp(sinks[head] - score.max())
+                out[row, step, head] = weight @ v[:, group] / mass
     return out.reshape(2, STEPS, HEADS * DIM)
 
 
