@@ -15,7 +15,7 @@ import numpy as np
 
 Array = np.ndarray
 
-FLOAT, UINT8, INT8, INT32, INT64 = 1, 2, 3, 6, 7
+FLOAT, UINT8, INT8, INT32, INT64, BOOL = 1, 2, 3, 6, 7, 9
 
 FLOAT16, BFLOAT16, UINT4, INT4 = 10, 16, 21, 22
 
@@ -28,7 +28,7 @@ TYPES = {
     INT32: "INT32",
     INT64: "INT64",
     8: "STRING",
-    9: "BOOL",
+    BOOL: "BOOL",
     FLOAT16: "FLOAT16",
     11: "DOUBLE",
     12: "UINT32",
@@ -61,8 +61,8 @@ DTYPES: dict[int, np.dtype] = {
     INT64: np.dtype(np.int64),
 }
 
-_STORED = {**DTYPES, INT8: np.dtype(np.int8)}
-"""What a tensor can be; int8 in checkpoints alone."""
+_STORED = {**DTYPES, INT8: np.dtype(np.int8), BOOL: np.dtype(np.bool_)}
+"""What a tensor can be; int8 and booleans in checkpoints alone."""
 
 NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
 

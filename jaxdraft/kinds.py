@@ -85,8 +85,8 @@ class Kind:
         and a dtype.
       cost: function from its configuration and the type of its cache to its cost.
       reads: its input from the target, a member of :class:`jaxdraft.base.Feed`.
-      block: what a block drafter has of its own, which lies in a folder of its own. None: the
-        drafter lies in the target's files.
+      block: what a block drafter has of its own. None: it is no block drafter.
+      inside: whether the drafter lies in the target's files, not in a folder of its own.
     """
 
     module: type[nnx.Module]
@@ -95,6 +95,7 @@ class Kind:
     cost: Callable[[Any, Any], DrafterCost]
     reads: Literal["aux", "hidden"]
     block: Block | None = None
+    inside: bool = False
 
 
 def _block(facts: Block) -> Kind:
@@ -152,9 +153,21 @@ KINDS: dict[DrafterKind, Kind] = {
     "eagle3": Kind(
         module=Eagle3, drafter=Eagle3Drafter, make=Eagle3Drafter.of, cost=chain.cost, reads="aux"
     ),
-    "mtp": Kind(module=Mtp, drafter=MtpDrafter, make=MtpDrafter, cost=chain.cost, reads="hidden"),
+    "mtp": Kind(
+        module=Mtp,
+        drafter=MtpDrafter,
+        make=MtpDrafter,
+        cost=chain.cost,
+        reads="hidden",
+        inside=True,
+    ),
 }
 """Every kind, in the order in which a checkpoint's drafters are preferred."""
+
+
+def folders() -> tuple[DrafterKind, ...]:
+    """Return the kinds whose checkpoints lie in folders of their own, named by the kind."""
+    return tuple(name for name, kind in KINDS.items() if not kind.inside)
 
 
 def blocks() -> dict[str, Block]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 
 from convert.checkpoint.block_config import BlockFacts, read_block
 from convert.checkpoint.config import TargetFacts, read_target
+from convert.checkpoint.eagle3_config import Eagle3Facts, is_eagle3, read_eagle3
 from convert.checkpoint.outline import described_tensors, is_outline, stored_names
 from convert.checkpoint.shards import read_tensors
 from convert.checkpoint.tensors import HEAD, Tensors, check_tensors
 from convert.errors import ArtifactError, Problems
 from convert.json_reader import read_json
 from convert.paths import CONFIG
-from convert.tensors import FLOATS, DataFiles, Tensor, same_numbers
+from convert.tensors import BOOL, FLOATS, DataFiles, same_numbers, type_name
 from convert.unused import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -33,17 +34,19 @@ from convert.unused import (
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 from jaxdraft.checkpoint.forms import Form, decode
 from jaxdraft.checkpoint.layout import (
+    MEMBERS,
     MTP,
     TARGET,
     VISION,
     Entry,
     block_layout,
+    eagle3_layout,
     mtp_layout,
     target_layout,
 )
 from jaxdraft.config import DrafterKind
 from jaxdraft.data import SMOLLM2_DRAFTER
-from jaxdraft.kinds import KINDS, block_of
+from jaxdraft.kinds import KINDS, block_of, folders
 
 GENERATION = "generation_config.json"
 
@@ -87,7 +90,7 @@ class TargetFolder(PartFolder):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFolder(PartFolder):
-    facts: BlockFacts
+    facts: BlockFacts | Eagle3Facts
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
         return self.stored(requested, self.facts.dtype)
@@ -171,9 +174,9 @@ def _report_head(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> None
 def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
     """Remark on what lies in the folder and is not read."""
     used = {CONFIG, GENERATION, INDEX, SINGLE, *TOKENIZER_FILES}
-    used |= {*_HEADS, TARGET, *(t.place.location for t in tensors.values() if t.place)}
+    used |= {*folders(), TARGET, *(t.place.location for t in tensors.values() if t.place)}
     report_files([path.name for path in home.iterdir()], used, home.name, remarks)
-    for kind in _HEADS:
+    for kind in folders():
         if (home / kind).is_dir() and not (home / kind / CONFIG).is_file():
             remarks.note(f"{kind}/", f"no drafter: it holds no {CONFIG}")
     if (home / TOKENIZER_CONFIG).is_file():
@@ -199,7 +202,7 @@ def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]
     home = target.folder
     bases = [folder, home, *([home.parent] if home.resolve().name == TARGET else [])]
     found: dict[DrafterKind, Path] = {}
-    for kind in _HEADS:
+    for kind in folders():
         for base in bases:
             if (base / kind / CONFIG).is_file():
                 found.setdefault(kind, base / kind)
@@ -240,6 +243,8 @@ def open_block(
 ) -> BlockFolder:
     with _problems_of(path, folder) as problems, _remarks_of(path, folder, remarks) as own:
         body, tensors = read_json(path, CONFIG), read_tensors(path, files, own)
+        if is_eagle3(body, tensors):
+            return _open_eagle3(path, body, tensors, target, problems, own)
         kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
         if len(kinds) != 1:
             raise ArtifactError(
@@ -255,18 +260,51 @@ def open_block(
         aside = block_of(kinds[0]).unread
         check_tensors(layout, tensors, weights_file(path), aside, problems, facts.quantized, own)
         if facts.config.draft_vocab_size is not None and not problems:
-            _check_vocabulary(tensors["d2t"], facts.config.vocab_size, problems)
+            _check_vocabulary(tensors, facts.config.vocab_size, problems)
         used = {CONFIG, INDEX, SINGLE, *(t.place.location for t in tensors.values() if t.place)}
         report_files([each.name for each in path.iterdir()], used, path.name, own)
     return BlockFolder(path, layout, tensors, facts)
 
 
-def _check_vocabulary(tensor: Tensor, vocab_size: int, problems: Problems) -> None:
+def _open_eagle3(
+    path: Path,
+    body: Mapping[str, Any],
+    tensors: Tensors,
+    target: TargetFolder,
+    problems: Problems,
+    remarks: Remarks,
+) -> BlockFolder:
+    facts = read_eagle3(body, tensors, target.facts.config, problems, remarks)
+    layout, config = eagle3_layout(facts.config), facts.config
+    aside = () if config.draft_vocab_size is None else (MEMBERS,)
+    file = weights_file(path)
+    check_tensors(layout, tensors, file, aside, problems, facts.quantized, remarks)
+    if config.draft_vocab_size is not None and not problems:
+        _check_vocabulary(tensors, config.vocab_size, problems)
+    used = {CONFIG, INDEX, SINGLE, *(t.place.location for t in tensors.values() if t.place)}
+    report_files([each.name for each in path.iterdir()], used, path.name, remarks)
+    return BlockFolder(path, layout, tensors, facts)
+
+
+def _check_vocabulary(tensors: Tensors, vocab_size: int, problems: Problems) -> None:
+    """Check ``d2t``, and that ``t2d``, if it is there, is true at the same tokens."""
+    tensor = tensors["d2t"]
     ids = decode(tensor.read(), Form.OFFSETS, np.dtype(np.int64))
     if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
         found = f"the tokens {', '.join(map(str, ids[:5]))}, ..."
         expected = f"tokens in 0..{vocab_size - 1}, each greater than the one before"
         problems.report(tensor.file, "tensor d2t", found, expected)
+        return
+    members = tensors.get(MEMBERS)
+    if members is None:
+        return
+    where, wanted = f"tensor {MEMBERS}", f"BOOL, shape [{vocab_size}]"
+    if members.data_type != BOOL or members.shape != (vocab_size,):
+        found = f"{type_name(members.data_type)}, shape {list(members.shape)}"
+        problems.report(members.file, where, found, wanted)
+    elif not np.array_equal(np.flatnonzero(members.read()), ids):
+        found = f"{np.count_nonzero(members.read())} tokens"
+        problems.report(members.file, where, found, f"the {len(ids)} tokens of d2t")
 
 
 def _without_copies(

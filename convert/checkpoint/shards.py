@@ -17,6 +17,7 @@ from convert.json_reader import read_json
 from convert.paths import locate
 from convert.tensors import (
     BFLOAT16,
+    BOOL,
     FLOAT,
     FLOAT16,
     INT8,
@@ -47,7 +48,7 @@ _TYPES = {
     "U32": 12,
     "I64": INT64,
     "U64": 13,
-    "BOOL": 9,
+    "BOOL": BOOL,
 }
 
 _BYTES = {

@@ -24,6 +24,7 @@ from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
     DeltaNetConfig,
+    Eagle3Config,
     LayerKind,
     MlpConfig,
     MoeConfig,
@@ -40,6 +41,10 @@ TARGET = "target"
 
 VISION, MTP = "model.visual.", "mtp."
 """What the names of tensors begin with that are in a target's files and not of its decoder."""
+
+MEMBERS = "t2d"
+"""Tensor [V] bool of a drafter with a head of its own: the tokens of its draft vocabulary. ``d2t``
+says the same."""
 
 ROTARY: tuple[Path, Path] = (("rotary", "cos"), ("rotary", "sin"))
 """Parameters that are computed and not stored."""
@@ -172,6 +177,38 @@ def mtp_layout(config: MtpConfig) -> list[Entry]:
         *_attention(("mixer",), f"{layer}.self_attn", width, config.attention, norm),
         *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp),
     ]
+
+
+def eagle3_layout(config: Eagle3Config) -> list[Entry]:
+    """Every stored parameter of a :class:`jaxdraft.nn.eagle3.Eagle3`."""
+    width, a, norm = config.width, config.attention, Form.PLAIN
+    layer = "midlayer" if config.spelling == "midlayer" else "layers.0"
+    inner, rows = (
+        f"{layer}.self_attn",
+        dict(q_proj=a.query_rows, k_proj=a.kv_rows, v_proj=a.kv_rows),
+    )
+    entries = [
+        _one(("fc", "weight"), "fc.weight", width, config.aux_width),
+        _one(("norm", "weight"), "norm.weight", width),
+        _one(("hidden_norm", "weight"), f"{layer}.hidden_norm.weight", width),
+        *_norms((), layer, width, norm),
+        _rows(("mixer", "qkv", "weight"), inner, 2 * width, **rows),
+        _one(("mixer", "o", "weight"), f"{inner}.o_proj.weight", width, a.heads * a.head_dim),
+        *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp),
+    ]
+    if config.fc_norm:
+        entries += [
+            _one(("fc_norm", i, "weight"), f"fc_norm.{i}.weight", config.tap_width)
+            for i in range(config.taps)
+        ]
+    if config.own_embedding:
+        table = "embed_tokens.weight"
+        entries.append(_one(("embed", "weight"), table, config.vocab_size, width))
+    if config.own_head:
+        entries.append(_one(("head", "weight"), "lm_head.weight", config.draftable, width))
+    if config.draft_vocab_size is not None:
+        entries.append(_one(("vocabulary",), "d2t", config.draftable, form=Form.OFFSETS))
+    return entries
 
 
 def block_layout(config: BlockDrafterConfig) -> list[Entry]:

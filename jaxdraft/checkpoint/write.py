@@ -14,9 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdraft import templates
+from jaxdraft import kinds, templates
 from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as config_json
+from jaxdraft.checkpoint.eagle3_config import eagle3_json
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
 from jaxdraft.checkpoint.forms import (
     INT4_GROUP,
@@ -31,11 +32,13 @@ from jaxdraft.checkpoint.forms import (
     to_int8,
 )
 from jaxdraft.checkpoint.layout import (
+    MEMBERS,
     ROTARY,
     TARGET,
     Entry,
     StoredTensor,
     block_layout,
+    eagle3_layout,
     is_matrix,
     mtp_layout,
     packed_of,
@@ -47,10 +50,12 @@ from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import Rope, fits, recover
 from jaxdraft.config import DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
+from jaxdraft.draft.chain import ChainDrafter
+from jaxdraft.draft.eagle3 import Eagle3Drafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
-from jaxdraft.kinds import KINDS, blocks, kind_of
+from jaxdraft.kinds import KINDS, kind_of
 from jaxdraft.model import Model
 from jaxdraft.nn.linear import BlockedLinear
 from jaxdraft.target import DecoderTarget
@@ -151,7 +156,7 @@ def save(
     computed = None if compute_dtype is None else float_dtype(compute_dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
-    check_free(folder, (TARGET, *blocks()), overwrite=overwrite)
+    check_free(folder, (TARGET, *kinds.folders()), overwrite=overwrite)
     if int8 and int4:
         raise ValueError("int8 and int4 are both asked for; expected one of them")
     bits = 4 if int4 else 8 if int8 else None
@@ -212,9 +217,11 @@ class _Folders:
         if unknown:
             raise ValueError(f"rope is given for {unknown}; expected {[TARGET, *chosen]}")
         self.contents = {TARGET: self._target(mtp, stop_ids or ())}
-        for kind in blocks():
+        for kind in kinds.folders():
             if kind in chosen:
-                self.contents[kind] = self._block(chosen[kind])
+                drafter = chosen[kind]
+                write = self._eagle3 if isinstance(drafter, Eagle3Drafter) else self._block
+                self.contents[kind] = write(drafter)
 
     def _choose(self, drafters: Sequence[Drafter]) -> dict[str, Any]:
         """The drafters that have weights, by kind."""
@@ -226,7 +233,7 @@ class _Folders:
             if kind is None:
                 raise ValueError(
                     f"a drafter is a {type(drafter).__name__}; expected a BlockDrafter, an "
-                    "MtpDrafter, or one without weights"
+                    "Eagle3Drafter, an MtpDrafter, or one without weights"
                 )
             if chosen.setdefault(kind, drafter) is not drafter:
                 raise ValueError(f"there are two {kind} drafters; expected one of a kind")
@@ -234,7 +241,10 @@ class _Folders:
         return chosen
 
     def _check_shared(self, drafter: Any, kind: DrafterKind) -> None:
-        """The drafter's checkpoint has no embedding, no head and no taps: they are the target's."""
+        """Check what the drafter's checkpoint does not hold, since it is the target's.
+
+        That is the taps, and embedding and head unless the drafter has its own.
+        """
         config, params = self.target.config, self.target.decoder.params
         embedding = params["embed"]["weight"]
         head = embedding if config.tied else params["head"]["weight"]
@@ -242,9 +252,13 @@ class _Folders:
             ("embedding", drafter.embedding, embedding),
             ("head", drafter.head, _rows_of(head, drafter)),
         ):
+            if theirs is None:  # it has one of its own
+                continue
             if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
                 raise ValueError(f"{kind}: the {what} is not the target's, and has no other place")
-        shared = ["vocab_size", "width", "context_length"]
+        shared = ["vocab_size", "context_length"]
+        if not isinstance(drafter, Eagle3Drafter):  # of any width with an embedding of its own
+            shared.append("width")
         if KINDS[kind].reads == "aux":
             shared.append("aux_width")
         for field in shared:
@@ -294,6 +308,27 @@ class _Folders:
             bits=self.bits,
         )
         tensors = self._tensors(config.kind, block_layout(config), found, self.bits)
+        return _Content({"config.json": body}, tuple(tensors))
+
+    def _eagle3(self, drafter: Eagle3Drafter) -> _Content:
+        config, found = drafter.config, _parameters(drafter.eagle3.params)
+        rope = self._rope(config.kind, found)
+        body = eagle3_json(
+            config,
+            self.target.config.taps,
+            rope,
+            layers=len(self.target.config.layers),
+            dtype=(self.compute_dtype or self._stored(drafter.dtype)).name,
+            bits=self.bits,
+        )
+        tensors = list(self._tensors(config.kind, eagle3_layout(config), found, self.bits))
+        if config.draft_vocab_size is not None:
+            tokens, vocab = found[("vocabulary",)], config.vocab_size
+
+            def members() -> np.ndarray:
+                return np.isin(np.arange(vocab), np.asarray(tokens))
+
+            tensors.append(Tensor(MEMBERS, (vocab,), np.dtype(np.bool_), members))
         return _Content({"config.json": body}, tuple(tensors))
 
     def _stored(self, own: DTypeLike) -> np.dtype:
@@ -416,9 +451,9 @@ def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndar
     return wide.reshape(tensor.shape)
 
 
-def _rows_of(head: Any, drafter: BlockDrafter | MtpDrafter) -> Any:
+def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
     """Return the rows of the target's head that the drafter should have."""
-    if isinstance(drafter, MtpDrafter):
+    if isinstance(drafter, ChainDrafter):
         return head
     return draft_head(drafter.backbone, head, drafter.config)
 
