@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text as Styled
 
+from jaxdraft.compiling import CompileClock, keep_programs
 from jaxdraft.data import EMBEDDED
 from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.load import drafter_kinds, load, locate, locate_drafter
@@ -37,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+COMPILING = "compiling, which takes a while the first time"
 console = Console()
 notes = Console(stderr=True)
 
@@ -82,12 +83,20 @@ BlockedOption = Annotated[
 
 
 @app.callback()
-def main() -> None:
-    """Set up the persistent compilation cache for all commands."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "jaxdraft" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+def main(
+    cache: Annotated[
+        bool,
+        typer.Option(
+            help="Keep compiled programs for later runs: in ~/.cache/jaxdraft/xla, unless "
+            "JAX_COMPILATION_CACHE_DIR names another folder."
+        ),
+    ] = True,
+) -> None:
+    """Set up the cache of compiled programs for all commands."""
+    if cache:
+        keep_programs()
+    else:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 @app.command()
@@ -237,13 +246,11 @@ def generate_command(
             key=seed,
             stop=stop or (),
         )
-        if not chat:
-            console.print(Styled(text, style="dim"), end="")
-        with notes.status("compiling and reading the prompt"):
-            first = next(events)
-        out, seconds = _print_stream(first, events)
+        with CompileClock() as clock:
+            out, rate = _print_stream("" if chat else text, events, clock)
     console.print()
-    _print_summary(out, seconds)
+    console.print(f"{rate}; {clock}")
+    _print_summary(out)
 
 
 @app.command()
@@ -349,7 +356,7 @@ class Timed:
     outputs: list[Output]
     seconds: list[float]  # one per repeat, all prompts together
     tokens: int
-    compile_seconds: float
+    compiling: CompileClock
 
     @property
     def tokens_per_second(self) -> float:
@@ -387,21 +394,19 @@ def _compare(
 
     rows = []
     for name in drafters:
-        with notes.status(f"compiling and warming up: drafter {name}"):
-            outputs, first = run(name)
+        with notes.status(f"drafter {name}: {COMPILING}"), CompileClock() as clock:
+            outputs, _ = run(name)
         tokens = sum(len(row) for out in outputs for row in out.ids())
-        rows.append(Timed(name, outputs, [], tokens, first))
+        rows.append(Timed(name, outputs, [], tokens, clock))
     with notes.status("timing"):
         for _ in range(repeats):
             for row in rows:
                 row.seconds.append(run(row.name)[1])
-    for row in rows:
-        row.compile_seconds -= statistics.median(row.seconds)
     return rows
 
 
 def _speed_table(rows: list[Timed]) -> Table:
-    table = Table("drafter", "tokens/s", "speed-up", "tokens per round", "compile s")
+    table = Table("drafter", "tokens/s", "speed-up", "tokens per round", "compiling, s")
     base = rows[0].tokens_per_second
     for row in rows:
         per_round = row.summary.tokens_per_round
@@ -410,7 +415,7 @@ def _speed_table(rows: list[Timed]) -> Table:
             f"{row.tokens_per_second:.1f}",
             f"{row.tokens_per_second / base:.2f}x",
             "-" if per_round is None else f"{per_round:.2f}",
-            f"{row.compile_seconds:.1f}",
+            f"{row.compiling.seconds:.1f}",
         )
     return table
 
@@ -455,28 +460,40 @@ def _load(
         return model, before + plus + (model.info.drafter if own else last)
 
 
-def _print_stream(first: Event, events: Iterator[Event]) -> tuple[Output, float]:
-    """Print the texts as they come. Time runs from the first token, so compilation is not in it."""
+def _print_stream(prompt: str, events: Iterator[Event], clock: CompileClock) -> tuple[Output, str]:
+    """Print the prompt, and the texts as they come.
 
-    def show(event: Event) -> None:
-        console.print(Styled(event.text or "", style="bold"), end="", soft_wrap=True)
+    Returns:
+      The output, and the speed of decoding in words. The first two events are not timed: with them
+      the program of the prompt and that of a round have been compiled and run.
+    """
 
-    show(first)
-    start = time.perf_counter()
-    while True:
+    def take() -> Event | Output:
         try:
-            show(next(events))
+            return next(events)
         except StopIteration as end:
-            return end.value, time.perf_counter() - start
+            return end.value
+
+    with notes.status(COMPILING):  # before anything is printed, since it clears its line
+        waiting = [take()]
+        if isinstance(waiting[0], Event):
+            waiting.append(take())
+    console.print(Styled(prompt, style="dim"), end="", soft_wrap=True)
+    start, tokens = time.perf_counter(), 0
+    while True:
+        timed = not waiting
+        event = waiting.pop(0) if waiting else take()
+        if not isinstance(event, Event):
+            break
+        tokens += len(event.tokens) if timed else 0
+        console.print(Styled(event.text or "", style="bold"), end="", soft_wrap=True)
+    end = time.perf_counter()
+    seconds = end - start - clock.between(start, end)
+    return event, f"{tokens / seconds:.1f} tokens/s" if tokens else "too few tokens to time"
 
 
-def _print_summary(out: Output, seconds: float) -> None:
+def _print_summary(out: Output) -> None:
     summary = summarize(out.stats)
-    later = summary.emitted - summary.prompts
-    if later and seconds > 0:
-        console.print(
-            f"{later / seconds:.1f} tokens/s after the first (compilation of the round included)"
-        )
     for line in summary.lines():
         console.print(line)
     console.print(f"finished: {', '.join(out.finish_reasons)}")

@@ -14,7 +14,7 @@ from jaxdraft.overview import Fit, Overview
 
 def facts_table(folder: str, facts: dict[str, Any]) -> Table:
     """Return a table of all facts of a report, nested keys joined by dots."""
-    table = Table(title=str(folder), show_header=False)
+    table = Table(title=folder, show_header=False)
 
     def add(prefix: str, value: Any) -> None:
         if isinstance(value, dict):

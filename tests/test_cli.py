@@ -44,6 +44,7 @@ def test_generate_streams_and_counts() -> None:
     assert plain.exit_code == 0, plain.output
     text = [re.split(r"\n[\d.]+ tokens/s", r.stdout)[0] for r in (drafted, plain)]
     assert text[0] == text[1] and text[0].startswith("def main(argv):")
+    assert re.search(r"\n[\d.]+ tokens/s; compiling took [\d.]+ s", drafted.stdout)
     assert "accepted, by position" in drafted.stdout and "tokens per round" in drafted.stdout
     assert "by position" not in plain.stdout
 
