@@ -108,10 +108,11 @@ def abstract(
     for _, part in nnx.iter_modules(made):
         if getattr(part, "config", None) == small:
             setattr(part, "config", config)  # noqa: B010 - modules declare it, Module does not
-    if hasattr(made, "rotary"):
-        for table in (made.rotary.cos, made.rotary.sin):
-            shape = (config.context_length, *table.shape[1:])
-            table.set_value(jax.ShapeDtypeStruct(shape, table.dtype))
+    for name in ("rotary", "sliding_rotary"):
+        if hasattr(made, name):
+            for table in (getattr(made, name).cos, getattr(made, name).sin):
+                shape = (config.context_length, *table.shape[1:])
+                table.set_value(jax.ShapeDtypeStruct(shape, table.dtype))
     return made
 
 

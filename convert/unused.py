@@ -168,7 +168,11 @@ CONFIG_KEYS = _table(
         _VISION,
         "vision_config vision_start_token_id vision_end_token_id image_token_id video_token_id"
         " image_token_index video_token_index vision_feature_layer audio_config"
-        " language_model_only",
+        " language_model_only boi_token_index eoi_token_index mm_tokens_per_image",
+    ),
+    (
+        "1 in every published file, and read by no program",
+        "full_attn_mod interpolate_factor",
     ),
     (
         "splits products into smaller ones of the same sums",

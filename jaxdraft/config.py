@@ -14,12 +14,20 @@ import jax.numpy as jnp
 
 from jaxdraft.checks import check_int
 
+from jaxdraft.rope import Rope
+
 LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "eagle3", "mtp"]
 """Kinds of drafters with weights; :data:`jaxdraft.kinds.KINDS` declares what each is."""
 
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
+
+Norms = Literal["pre", "post", "both"]
+"""Sides of a mixer or a feed-forward part that have a norm: its input, its output, or both."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Activations of gates. "gelu_tanh" is GELU by its approximation with a hyperbolic tangent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +70,16 @@ class AttentionConfig:
       heads: query heads N.
       kv_heads: key/value heads G; N is a multiple of G.
       head_dim: width H of one head (independent of the model width).
-      rotary_dim: leading channels of a head that are rotated, half-split; 0 for none.
+      rotary_dim: leading channels of a head that are rotated; 0 for none.
+      interleaved: whether neighbouring channels 2 j and 2 j + 1 are rotated together, rather than j
+        and j + rotary_dim / 2.
       gated: the query projection carries a gate per head, ``[query(H), gate(H)]``; the
         attention output is multiplied by ``sigmoid(gate)``.
       qk_norm: queries and keys pass an RMSNorm over H before rotation.
+      norm_whole: whether that norm runs over all heads at once, N * H channels of queries and G * H
+        of keys, rather than over each head.
+      bias: whether the projections of queries, keys and values have a bias.
+      out_bias: whether the output projection has a bias.
       norm_eps: epsilon of that norm.
       window: keys visible to a query, itself counted; ``FULL_ATTENTION`` for all.
       scale: multiplier of ``q . k``.
@@ -78,8 +92,12 @@ class AttentionConfig:
     kv_heads: int
     head_dim: int
     rotary_dim: int
+    interleaved: bool = False
     gated: bool = False
     qk_norm: bool = False
+    norm_whole: bool = False
+    bias: bool = False
+    out_bias: bool = False
     norm_eps: float = 1e-6
     window: int = FULL_ATTENTION
     scale: float
@@ -139,9 +157,17 @@ class DeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """A gated MLP: ``down(silu(gate(x)) * up(x))`` with ``hidden`` inner channels."""
+    """A gated MLP: ``down(activation(gate(x)) * up(x))`` with ``hidden`` inner channels.
+
+    Attributes:
+      hidden: inner channels.
+      activation: activation of the gate.
+      bias: whether all three projections have a bias.
+    """
 
     hidden: int
+    activation: Activation = "silu"
+    bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +213,15 @@ class TargetConfig:
       taps: layers whose *entering* residual is exposed, in the artifact's order; the auxiliary
         states are their concatenation, A = len(taps) * D.
       hidden_states: the artifact names an output with the hidden rows after the final norm.
+      norms: sides of each layer's two parts that have a norm.
+      embedding_scale: multiplier of the embeddings, rounded to the dtype of the activations.
+      softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
+      own_tables: whether layers with a window have rotary tables of their own.
+      rope: description of the rotary tables, which are weights and therefore not compared here;
+        None: there is no description, as in an artifact.
+      sliding_rope: description of the tables of layers with a window, if those are their own.
+      architecture: ``model_type`` of the checkpoint that it came from, and in whose layout it is
+        saved again; "": any that can hold it. Not compared.
     """
 
     vocab_size: int
@@ -201,6 +236,13 @@ class TargetConfig:
     taps: tuple[int, ...] = ()
     hidden_states: bool = False
     sliding: AttentionConfig | None = None
+    norms: Norms = "pre"
+    embedding_scale: float = 1.0
+    softcap: float = 0.0
+    own_tables: bool = False
+    rope: Rope | None = dataclasses.field(default=None, compare=False)
+    sliding_rope: Rope | None = dataclasses.field(default=None, compare=False)
+    architecture: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.attention is not None and self.attention.window != FULL_ATTENTION:
@@ -214,9 +256,14 @@ class TargetConfig:
             if getattr(self, kind) is None:
                 raise ValueError(f"layers has the kind {kind!r}, and {kind} is None")
         rotated = {shape.rotary_dim for shape in self.softmax} - {0}
-        if len(rotated) > 1:
+        if len(rotated) > 1 and not self.own_tables:
             raise ValueError(
-                f"attention and sliding rotate {sorted(rotated)} channels; they share one table"
+                f"attention and sliding rotate {sorted(rotated)} channels; they share one table "
+                "unless own_tables is set"
+            )
+        if self.own_tables and len(self.softmax) < 2:
+            raise ValueError(
+                f"own_tables is set and layers are {self.layers}; expected attention and sliding"
             )
 
     @property
@@ -227,7 +274,10 @@ class TargetConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels that the rotary table turns; 0: no layer rotates."""
+        """Channels that the (first) rotary table turns; 0: no layer rotates."""
+        if self.own_tables:
+            assert self.attention is not None
+            return self.attention.rotary_dim
         return max((shape.rotary_dim for shape in self.softmax), default=0)
 
     @property
@@ -337,6 +387,7 @@ class MtpConfig:
       mlp: its feed-forward part.
       norm_eps: epsilon of its RMSNorms.
       context_length: positions the rotary table covers.
+      rope: description of the rotary tables, as in :class:`TargetConfig`.
     """
 
     vocab_size: int
@@ -345,6 +396,7 @@ class MtpConfig:
     mlp: MlpConfig | MoeConfig
     norm_eps: float
     context_length: int
+    rope: Rope | None = dataclasses.field(default=None, compare=False)
 
     @property
     def kind(self) -> DrafterKind:
@@ -367,6 +419,7 @@ class MtpConfig:
             mlp=target.mlp,
             norm_eps=target.norm_eps,
             context_length=target.context_length,
+            rope=target.rope,
         )
 
 

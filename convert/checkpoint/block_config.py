@@ -18,7 +18,6 @@ from convert.errors import Problems
 from convert.paths import CONFIG
 from convert.recipes import shortest
 from convert.unused import DRAFTER_KEYS, Remarks
-from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -28,6 +27,7 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.kinds import block_of
+from jaxdraft.rope import Rope
 
 DSPARK_CANDIDATES = 16
 """C of a DSpark drafter whose file does not say: the model builder's ``dspark_top_k``."""

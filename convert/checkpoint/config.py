@@ -25,8 +25,7 @@ from convert.unused import (
     Tracked,
     report_generation,
 )
-from jaxdraft.checkpoint.layout import FAMILIES, Family
-from jaxdraft.checkpoint.rotary import Rope
+from jaxdraft.checkpoint.families import FAMILIES, FULL, SLIDING, Family
 from jaxdraft.config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -36,70 +35,10 @@ from jaxdraft.config import (
     MtpConfig,
     TargetConfig,
 )
+from jaxdraft.rope import Rope
 
 MAX_POSITIONS = 1 << 24
 """No context is that long, and the rotary tables of one would be gigabytes."""
-
-_QWEN35_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "intermediate_size": 12288,
-}
-
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen3_5": _QWEN35_DEFAULTS,
-    "qwen3_5_moe": {
-        **_QWEN35_DEFAULTS,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 8,
-        "num_experts": 256,
-    },
-}
-"""What a key that is absent stands for, by ``model_type``: files that transformers saves may leave
-out what is as in its configuration class. Source: transformers 5.24, ``configuration_*.py``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +48,6 @@ class TargetFacts:
     Attributes:
       config: the description, taps and ``hidden_states`` left empty.
       family: its architecture.
-      rope: its rotary embedding.
       mtp: description of the multi-token-prediction head, if it has one that is implemented.
       mtp_problems: why the head that it has is not implemented.
       dtype: the dtype of computation that the file names, or None.
@@ -120,7 +58,6 @@ class TargetFacts:
 
     config: TargetConfig
     family: Family
-    rope: Rope
     mtp: MtpConfig | None
     mtp_problems: tuple[ArtifactError, ...]
     dtype: str | None
@@ -162,17 +99,14 @@ class _Target:
     def __init__(self, body: Mapping[str, Any], problems: Problems, remarks: Remarks):
         self.problems = problems
         name = body.get("model_type")
-        alone = {f"{n}_text": f for n, f in FAMILIES.items() if f.composite}
-        known = {**FAMILIES, **alone}
         self.top = ModelSection(body, CONFIG, "", problems, remarks)
-        if not isinstance(name, str) or name not in known:
-            raise self.top.fail("model_type", "one of " + ", ".join(known))
-        defaults = _DEFAULTS[known[name].model_type]
-        if known[name].composite and name not in alone:
-            self.family = known[name]
+        if not isinstance(name, str) or name not in FAMILIES:
+            raise self.top.fail("model_type", "one of " + ", ".join(FAMILIES))
+        self.family = FAMILIES[name]
+        defaults = self.family.defaults
+        if self.family.composite:
             self.text = self.top.section("text_config", defaults)
         else:  # the text model without the one it may be a part of
-            self.family = dataclasses.replace(known[name], composite=False)
             self.text = self.top
             self.top.defaults = defaults
         self.hybrid = self.family.gated
@@ -180,26 +114,24 @@ class _Target:
     def read(self, head_stored: bool) -> TargetFacts:
         text, top = self.text, self.top
         for section in {id(s): s for s in (top, text)}.values():
-            section.only("hidden_act", "silu")
-            for key in ("attention_bias", "mlp_bias", "is_encoder_decoder", "add_cross_attention"):
+            for key in ("is_encoder_decoder", "add_cross_attention", "lm_head_bias"):
                 section.only(key, False)
+            section.only("use_bidirectional_attention", False)
             section.only("pruned_heads", {}, [])
         if top is not text and text.body.get("quantization_config") is not None:
             raise text.fail("quantization_config", "none here: it stands outside")
         text.only("attn_output_gate", self.family.gated)
         width, vocab = text.integer("hidden_size"), text.integer("vocab_size")
-        eps = text.number("rms_norm_eps")
-        attention, rope = self._attention(width, eps)
-        config = self._config(width, vocab, eps, attention, head_stored)
-        mtp, mtp_problems = self._mtp(config, attention)
+        self._activation()
+        config = self._config(width, vocab, head_stored)
+        mtp, mtp_problems = self._mtp(config)
         facts = TargetFacts(
             config=config,
             family=self.family,
-            rope=rope,
             mtp=mtp,
             mtp_problems=mtp_problems,
             dtype=self._dtype(),
-            stop_ids=text.stop_ids(vocab) or top.stop_ids(vocab),
+            stop_ids=self._stop_ids(vocab),
             bos_token_id=text.token("bos_token_id", vocab),
             pad_token_id=text.token("pad_token_id", vocab),
             quantized=top.quantized(),
@@ -207,16 +139,22 @@ class _Target:
         self._report()
         return facts
 
-    def _config(
-        self, width: int, vocab: int, eps: float, attention: AttentionConfig, head_stored: bool
-    ) -> TargetConfig:
-        text = self.text
-        layers = self._layers(text.integer("num_hidden_layers", high=4096))
+    def _config(self, width: int, vocab: int, head_stored: bool) -> TargetConfig:
+        text, family = self.text, self.family
+        eps = text.number("rms_norm_eps")
+        context = text.integer("max_position_embeddings", high=MAX_POSITIONS)
+        layers, window = self._layers(text.integer("num_hidden_layers", high=4096), context)
         if not {"attention", "sliding"} & set(layers):
             raise text.fail("layer_types", "at least one full_attention")
+        own = family.own_tables and {"attention", "sliding"} <= set(layers)
+        attention, full_rope, own_rope = self._attention(width, eps)
+        if "attention" not in layers and own_rope is not None:
+            full_rope = own_rope
+        if full_rope.kind == "longrope":
+            context = self._short(context, full_rope)
         sliding = None
         if "sliding" in layers:
-            sliding = dataclasses.replace(attention, window=text.integer("sliding_window"))
+            sliding = dataclasses.replace(attention, window=window)
         return TargetConfig(
             vocab_size=vocab,
             width=width,
@@ -227,8 +165,47 @@ class _Target:
             mlp=self._feed_forward(),
             norm_eps=eps,
             tied=self._tied(head_stored),
-            context_length=text.integer("max_position_embeddings", high=MAX_POSITIONS),
+            context_length=context,
+            norms=family.sides,
+            embedding_scale=shortest(width**0.5) if family.embedding_scaled else 1.0,
+            softcap=self._softcap("final_logit_softcapping"),
+            own_tables=own,
+            rope=full_rope,
+            sliding_rope=own_rope if own else None,
+            architecture=family.model_type,
         )
+
+    def _activation(self) -> None:
+        """Check the activation, which has two names in some families."""
+        name = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[self.family.activation]
+        for section in {id(s): s for s in (self.top, self.text)}.values():
+            section.only("hidden_act", name)
+            section.only("hidden_activation", name)
+
+    def _softcap(self, key: str) -> float:
+        text = self.text
+        if not self.family.softcaps:
+            return 0.0
+        # Null is no cap, and an absent key is the family's.
+        value = text.body[key] if key in text else text.defaults.get(key)
+        return 0.0 if value is None else shortest(text.number(key))
+
+    def _short(self, context: int, rope: Rope) -> int:
+        """Return the positions that LongRoPE's factors for short texts serve."""
+        if rope.original_length >= context:
+            return context
+        self.top.remarks.note(
+            CONFIG,
+            f"rope_type is longrope: texts of up to {rope.original_length} tokens, for which there "
+            f"are other factors than for longer ones (max_position_embeddings is {context})",
+        )
+        return rope.original_length
+
+    def _stop_ids(self, vocab: int) -> tuple[int, ...]:
+        """Return the text model's stop ids, or else those of the whole, or else the default."""
+        given = "eos_token_id" in self.text or "eos_token_id" not in self.top
+        first, second = (self.text, self.top) if given else (self.top, self.text)
+        return first.stop_ids(vocab) or second.stop_ids(vocab)
 
     def _report(self) -> None:
         """Remark on what has not been read."""
@@ -243,35 +220,66 @@ class _Target:
         outer, inner = self.top.dtype(), self.text.dtype()
         return outer or inner
 
-    def _layers(self, count: int) -> tuple[LayerKind, ...]:
-        text = self.text
+    def _layers(self, count: int, context: int) -> tuple[tuple[LayerKind, ...], int]:
+        """Return the kind of each layer, and the window of those that have one."""
+        text, windows = self.text, self.family.windows
         kinds = {word: kind for kind, word in self.family.kinds}
-        windowed = "sliding_attention" in kinds and text.body.get("use_sliding_window")
-        text.only("use_sliding_window", False, *([True] if "sliding_attention" in kinds else []))
-        if not windowed:
-            text.inert("sliding_window", "max_window_layers")
+        text.only("use_sliding_window", False, *([True] if windows == "switch" else []))
+        window = self._window(context)
         names = text.body.get("layer_types")
-        if names is not None:
-            text.inert("full_attention_interval", "max_window_layers")
-        if names is None and self.hybrid:
-            every = text.integer("full_attention_interval")
-            names = [
-                "linear_attention" if (i + 1) % every else "full_attention" for i in range(count)
-            ]
-        elif names is None:
-            first = text.integer("max_window_layers", 0) if windowed else count
-            names = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+        text.inert("full_attention_interval", "max_window_layers")
+        text.inert("sliding_window_pattern", "_sliding_window_pattern")
+        if names is None:
+            names = self._usual_layers(count, window)
         if (
             not isinstance(names, list)
             or len(names) != count
             or not all(name in list(kinds) for name in names)  # anything may stand there
         ):
             raise text.fail("layer_types", f"{count} of {' and '.join(kinds)}")
-        if "sliding_attention" in names and not windowed:
-            raise text.fail("use_sliding_window", "true, with layers of sliding_attention")
-        return tuple(kinds[name] for name in names)
+        if SLIDING in names and window is None:
+            if windows == "switch":
+                raise text.fail("use_sliding_window", "true, with layers of sliding_attention")
+            raise text.fail("sliding_window", "an integer, with layers of sliding_attention")
+        return tuple(kinds[name] for name in names), window or 0
 
-    def _attention(self, width: int, eps: float) -> tuple[AttentionConfig, Rope]:
+    def _window(self, context: int) -> int | None:
+        """Return the window of the layers that have one; None: no layer may have one."""
+        text, windows = self.text, self.family.windows
+        inactive = windows == "switch" and not text.body.get("use_sliding_window")
+        if windows == "none" or inactive:
+            text.inert("sliding_window", "max_window_layers")
+            return None
+        given = text.body if "sliding_window" in text else text.defaults
+        if windows == "number" and given.get("sliding_window") is None:  # null is none
+            return None
+        window = text.integer("sliding_window")
+        if windows == "number" and window >= context:
+            self.top.remarks.note(
+                CONFIG, f"sliding_window is {window}: no text of {context} tokens is longer"
+            )
+            return None
+        return window
+
+    def _usual_layers(self, count: int, window: int | None) -> list[str]:
+        """Return the names of the layers where the file has no ``layer_types``."""
+        text, windows = self.text, self.family.windows
+        if self.hybrid:
+            every = text.integer("full_attention_interval")
+            return ["linear_attention" if (i + 1) % every else FULL for i in range(count)]
+        if window is None:
+            return [FULL] * count
+        if windows == "number":
+            return [SLIDING] * count
+        if windows == "switch":
+            first = text.integer("max_window_layers", 0)
+            return [FULL if i < first else SLIDING for i in range(count)]
+        key = "_sliding_window_pattern" if "_sliding_window_pattern" in text else ""
+        every = text.integer(key or "sliding_window_pattern")
+        return [SLIDING if (i + 1) % every else FULL for i in range(count)]
+
+    def _attention(self, width: int, eps: float) -> tuple[AttentionConfig, Rope, Rope | None]:
+        """Return the shape of attention, and the embeddings of layers without and with a window."""
         text, family = self.text, self.family
         heads = text.integer("num_attention_heads")
         kv_heads = text.integer("num_key_value_heads", default=heads)
@@ -282,13 +290,56 @@ class _Target:
         head_dim = (
             text.integer("head_dim") if text.value("head_dim") is not None else width // heads
         )
+        rope, own_rope, section = self._ropes()
+        rotary = self._rotary(head_dim, section)
+        divisors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+        for name, factors in divisors.items():
+            if rope.kind == "longrope" and len(factors) != rotary // 2:
+                found = f"{len(factors)} numbers"
+                raise section.fail(name, f"{rotary // 2}, one for each pair of channels", found)
+        bias, out_bias = self._bias()
+        scalar = text.number("query_pre_attn_scalar") if family.query_scalar else head_dim
+        config = AttentionConfig(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary,
+            interleaved=family.interleaved,
+            gated=family.gated,
+            qk_norm=bool(family.qk_norm),
+            norm_whole=family.qk_norm == "whole",
+            bias=bias,
+            out_bias=out_bias,
+            norm_eps=eps if family.qk_norm else 1e-6,
+            scale=shortest(scalar**-0.5),
+            softcap=self._softcap("attn_logit_softcapping"),
+        )
+        return config, rope, own_rope
+
+    def _ropes(self) -> tuple[Rope, Rope | None, ModelSection]:
+        """Return the embeddings of layers without and with a window, and the first one's object."""
+        text, family = self.text, self.family
         keys = PLAIN_ROPE | (MROPE if self.hybrid else set())
-        rope, section = text.rope(keys, ("default",))
-        fraction = 0.25 if self.hybrid else 1.0
+        inner = text.rope_section()
+        if not family.own_tables:
+            rope, inner = text.rope(keys, family.ropes, inner)
+            return rope, None, inner
+        if {FULL, SLIDING} & inner.body.keys():
+            inner.known({FULL, SLIDING})
+            both = [inner.section(kind, inner.defaults) for kind in (FULL, SLIDING)]
+            both[1].defaults = {"rope_theta": text.number("rope_local_base_freq")}
+            full, sliding = (text.rope(keys, family.ropes, part)[0] for part in both)
+            return full, sliding, both[0]
+        full, inner = text.rope(keys, family.ropes, inner)
+        return full, Rope(theta=text.number("rope_local_base_freq")), inner
+
+    def _rotary(self, head_dim: int, section: ModelSection) -> int:
+        """Return the number of channels that are rotated."""
+        fraction = self.family.rotary
         if section.body.get("partial_rotary_factor") is not None:
             fraction = section.number("partial_rotary_factor")
-        elif text.body.get("partial_rotary_factor") is not None:
-            fraction = text.number("partial_rotary_factor")
+        elif self.text.body.get("partial_rotary_factor") is not None:
+            fraction = self.text.number("partial_rotary_factor")
         rotary = int(head_dim * fraction)
         if rotary % 2 or not 2 <= rotary <= head_dim:
             raise ArtifactError(
@@ -297,17 +348,17 @@ class _Target:
                 f"{rotary} of {head_dim} channels",
                 "an even number, from 2 on",
             )
-        config = AttentionConfig(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary,
-            gated=family.gated,
-            qk_norm=family.qk_norm,
-            norm_eps=eps if family.qk_norm else 1e-6,
-            scale=shortest(head_dim**-0.5),
-        )
-        return config, rope
+        return rotary
+
+    def _bias(self) -> tuple[bool, bool]:
+        """Return whether queries, keys and values have a bias, and whether outputs have one."""
+        family, text = self.family, self.text
+        for section in {id(s): s for s in (self.top, text)}.values():
+            section.only("mlp_bias", False, *([True] if family.mlp_bias_key else []))
+            if not family.bias:  # otherwise no key says what these have
+                section.only("attention_bias", False, *([True] if family.bias_key else []))
+        letters = family.bias + family.bias_key * (text.body.get("attention_bias") is True)
+        return "q" in letters, "o" in letters
 
     def _delta_net(self, eps: float) -> DeltaNetConfig:
         text = self.text
@@ -326,9 +377,13 @@ class _Target:
 
     def _feed_forward(self) -> MlpConfig | MoeConfig:
         text = self.text
-        if not self.family.model_type.endswith("_moe"):
+        if not self.family.moe:
             text.inert("mlp_only_layers")  # all are
-            return MlpConfig(hidden=text.integer("intermediate_size"))
+            return MlpConfig(
+                hidden=text.integer("intermediate_size"),
+                activation=self.family.activation,
+                bias=text.body.get("mlp_bias") is True,
+            )
         text.only("mlp_only_layers", [])
         text.only("decoder_sparse_step", 1)
         text.only("norm_topk_prob", True)
@@ -348,11 +403,11 @@ class _Target:
         ]
         if not all(isinstance(tied, bool) and tied == stated[0] for tied in stated):
             raise self.text.fail("tie_word_embeddings", "true or false, the same everywhere")
-        return stated[0] if stated else not head_stored
+        if stated:
+            return stated[0]
+        return not head_stored if self.family.tied is None else self.family.tied
 
-    def _mtp(
-        self, config: TargetConfig, attention: AttentionConfig
-    ) -> tuple[MtpConfig | None, tuple[ArtifactError, ...]]:
+    def _mtp(self, config: TargetConfig) -> tuple[MtpConfig | None, tuple[ArtifactError, ...]]:
         """Return the head that the settings describe, or why it is not implemented.
 
         The target does not depend on it, so what is wrong with it is no problem of the target.
@@ -372,12 +427,4 @@ class _Target:
             problems.append(error)
         if problems:
             return None, tuple(problems)
-        head = MtpConfig(
-            vocab_size=config.vocab_size,
-            width=config.width,
-            attention=attention,
-            mlp=config.mlp,
-            norm_eps=config.norm_eps,
-            context_length=config.context_length,
-        )
-        return head, ()
+        return MtpConfig.of(config), ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,6 @@ from jaxdraft.checkpoint.layout import (
     MEMBERS,
     MTP,
     TARGET,
-    VISION,
     Entry,
     block_layout,
     eagle3_layout,
@@ -117,11 +116,12 @@ def open_target(
         tensors: Tensors = {} if outline else read_tensors(home, files, own)
         stored_head = HEAD in (names if names is not None else tensors)
         facts = read_target(body, head_stored=stored_head, problems=problems, remarks=own)
+        facts = _prefixed(facts, tensors if names is None else names)
         if facts.config.tied and stored_head:
             facts, tensors = _tied(facts, dict(tensors), own)
         stop_ids = _stop_ids(home, facts, own)
         layout = target_layout(facts.config, facts.family)
-        aside = (VISION, MTP) if facts.family.composite else (MTP,)
+        aside = (*facts.family.aside, MTP)
         if outline:
             tensors = described_tensors(facts, layout, names, files, aside, problems, own)
         else:
@@ -130,6 +130,14 @@ def open_target(
         _report_head(facts, tensors, own)
         _report_files(home, tensors, own)
     return TargetFolder(home, layout, tensors, facts, [], stop_ids)
+
+
+def _prefixed(facts: TargetFacts, names: Collection[str]) -> TargetFacts:
+    """Return the facts with the one beginning of names that the tensors of this folder have."""
+    prefixes = facts.family.prefixes
+    found = [p for p in prefixes if f"{p}embed_tokens.weight" in names] or prefixes
+    family = dataclasses.replace(facts.family, prefixes=(found[0],))
+    return dataclasses.replace(facts, family=family)
 
 
 def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:

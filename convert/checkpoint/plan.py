@@ -22,8 +22,9 @@ from convert.checkpoint.folders import (
 )
 from convert.checkpoint.tensors import make_shell
 from convert.errors import ArtifactError, Problems
-from convert.tensors import DataFiles
+from convert.tensors import Array, DataFiles
 from convert.unused import Remarks
+from jaxdraft.checkpoint.layout import ROTARY
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
 from jaxdraft.kinds import KINDS
 from jaxdraft.nn.decoder import Decoder
@@ -107,9 +108,8 @@ def plan_checkpoint(
 def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None) -> None:
     facts, config = target.facts, plan.config
     assert config is not None
-    tables = functools.cache(
-        lambda: facts.rope.target_tables(config.context_length, config.rotary_dim)
-    )
+    tables = {name: functools.partial(_target_tables, config, name) for name in ROTARY}
+    tables = {name: functools.cache(make) for name, make in tables.items()}
     file, compute = weights_file(target.folder), target.dtype(dtype)
     plan.dtypes["target"] = compute
     plan.shells["target"] = make_shell(
@@ -118,7 +118,7 @@ def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | N
     if plan.block is not None:
         described, rope = plan.block.facts.config, plan.block.facts.rope
         wide = described.attention.rotary_dim
-        own = functools.cache(lambda: rope.tables(config.context_length, wide))
+        own = {ROTARY[0]: functools.cache(lambda: rope.tables(config.context_length, wide))}
         file, compute = weights_file(plan.block.folder), plan.block.dtype(dtype)
         module = KINDS[described.kind].module
         plan.dtypes["drafter"] = compute
@@ -131,3 +131,13 @@ def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | N
         plan.shells["drafter"] = make_shell(
             KINDS["mtp"].module, facts.mtp, target.head, target.tensors, tables, compute, file
         )
+
+
+def _target_tables(config: TargetConfig, name: str) -> tuple[Array, Array]:
+    """Return the cosines and sines of one of :data:`~jaxdraft.checkpoint.layout.ROTARY`."""
+    rope, dim = config.rope, config.rotary_dim
+    if name != ROTARY[0]:
+        assert config.sliding is not None
+        rope, dim = config.sliding_rope, config.sliding.rotary_dim
+    assert rope is not None
+    return rope.target_tables(config.context_length, dim)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from convert.json_reader import Section
 from convert.unused import (
@@ -10,20 +12,28 @@ from convert.unused import (
     shown,
 )
 from jaxdraft.checkpoint.forms import DTYPES
-from jaxdraft.checkpoint.rotary import Rope
+from jaxdraft.rope import Rope
 
 PLAIN_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 MROPE = {"mrope_interleaved", "mrope_section"}
 
-_YARN_ROPE = {
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "truncate",
+ORIGINAL = "original_max_position_embeddings"
+
+_ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("factor",),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ((), ("factor", "attention_factor", "short_factor", "long_factor")),
 }
+"""Keys of each scheme of rotary embedding: those that it needs, all of them numbers, and others."""
+
+_OLDER = {"su": "longrope"}
+"""Older names of schemes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +66,8 @@ class ModelSection(Section):
             raise self.fail(key, "one of " + ", ".join(DTYPES))
         return name
 
-    def rope(self, keys: set[str], kinds: tuple[str, ...]) -> tuple[Rope, ModelSection]:
-        """Return the rotary embedding, of the newer or the older spelling."""
+    def rope_section(self) -> ModelSection:
+        """Return the object that describes the rotary embedding, newer or older."""
         if self.body.get("rope_parameters") is not None:
             inner = self.section("rope_parameters")
             self.only("rope_scaling", {}, self.body["rope_parameters"])
@@ -67,20 +77,58 @@ class ModelSection(Section):
                 raise self.fail("rope_scaling", "an object")
             where = self.at("rope_scaling")
             inner = self.inner(scaling, where)
-        theta = self.value("rope_theta")  # beside an object that may hold it, too
-        inner.defaults = {} if theta is None else {"rope_theta": theta}
+        # These may stand beside an object that may hold them, too.
+        beside = {key: self.value(key) for key in ("rope_theta", ORIGINAL)}
+        inner.defaults = {key: value for key, value in beside.items() if value is not None}
+        return inner
+
+    def rope(
+        self, keys: set[str], kinds: tuple[str, ...], inner: ModelSection | None = None
+    ) -> tuple[Rope, ModelSection]:
+        """Return the rotary embedding, and the object that describes it.
+
+        Args:
+          keys: keys of the object that the caller reads or that have no effect.
+          kinds: schemes that are implemented here.
+          inner: the object. Default: the one of :meth:`rope_section`.
+        """
+        inner = self.rope_section() if inner is None else inner
         kind = inner.value("rope_type") or inner.value("type") or "default"
+        kind = _OLDER.get(kind, kind) if isinstance(kind, str) else kind
         if kind not in kinds:
             raise inner.fail("rope_type", " or ".join(kinds), shown(kind))
-        inner.known(keys | (_YARN_ROPE if kind == "yarn" else set()), nulls=True)
-        if kind == "yarn":
-            inner.number("factor")
-            inner.integer("original_max_position_embeddings")
-            for key in ("beta_fast", "beta_slow", "attention_factor"):
-                inner.number(key, 1.0)
-            inner.only("truncate", True, False)
-        stated = {**inner.body, "rope_type": kind, "rope_theta": inner.number("rope_theta")}
+        needed, others = _ROPE_KEYS[kind]
+        scaled = kind in ("llama3", "yarn", "longrope")
+        inner.known(keys | {*needed, *others} | ({ORIGINAL} if scaled else set()), nulls=True)
+        stated: dict[str, Any] = {"rope_type": kind, "rope_theta": inner.number("rope_theta")}
+        stated |= {key: inner.number(key) for key in needed}
+        for key in others:
+            if key.endswith("_factor") and key != "attention_factor":
+                stated[key] = inner.numbers(key)
+            elif key == "truncate":
+                inner.only(key, True, False)
+                stated[key] = inner.body.get(key)
+            elif inner.body.get(key) not in (None, 0):  # zero: the weight of nothing
+                stated[key] = inner.number(key)
+        if scaled:
+            stated[ORIGINAL] = inner.integer(ORIGINAL)
+        if kind == "llama3" and stated["low_freq_factor"] >= stated["high_freq_factor"]:
+            found = f"{stated['low_freq_factor']}"
+            raise inner.fail("low_freq_factor", "less than high_freq_factor", found)
+        if kind == "longrope" and stated.get("factor") is None:
+            stated["factor"] = self.integer("max_position_embeddings") / stated[ORIGINAL]
         return Rope.of_json(stated), inner
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of positive numbers."""
+        values = self.body.get(key)
+        good = isinstance(values, list) and all(
+            isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            for value in values
+        )
+        if not good or not values:
+            raise self.fail(key, "a list of positive numbers")
+        return tuple(map(float, values))
 
     def quantized(self) -> Quantized | None:
         """How matrices are stored in few bits: of compressed-tensors' ways, two are implemented."""

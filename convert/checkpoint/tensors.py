@@ -229,16 +229,24 @@ def _piece(part: StoredTensor, form: Form, tensors: Tensors) -> Piece:
     return Dense.of(tensor, transposed=False) if matrix else Plain(tensor, tensor.shape)
 
 
+def _table(tables: Tables, index: int) -> Array:
+    return tables()[index]
+
+
 def make_shell(
     module: Callable[..., nnx.Module],
     config: TargetConfig | DrafterConfig,
     layout: Sequence[Entry],
     tensors: Tensors,
-    tables: Tables,
+    tables: Mapping[str, Tables],
     dtype: DTypeLike,
     file: str,
 ) -> Shell:
-    """Return the module without numbers, and the recipe of each parameter."""
+    """Return the module without numbers, and the recipe of each parameter.
+
+    ``tables`` makes the cosines and sines of each module that
+    :data:`~jaxdraft.checkpoint.layout.ROTARY` names.
+    """
     structure, wanted = split(abstract(module, config, dtype))
     recipes: Recipes = {}
     for entry in layout:
@@ -249,8 +257,9 @@ def make_shell(
         else:
             pieces = [_piece(part, entry.form, tensors) for part in entry.tensors]
             recipes[entry.path] = Recipe.stack(shape, pieces)
-    for i, path in enumerate(ROTARY):
-        table = functools.partial(lambda i: tables()[i], i)
-        recipes[path] = Recipe.of(Made(wanted[path].shape, table))
+    for path in wanted:
+        if path[0] in ROTARY:
+            table = functools.partial(_table, tables[str(path[0])], ("cos", "sin").index(path[1]))
+            recipes[path] = Recipe.of(Made(wanted[path].shape, table))
     check(file, wanted, recipes)
     return Shell(structure, wanted, recipes)

@@ -9,7 +9,7 @@ reads too, to the same numbers.
 directions; :mod:`~jaxdraft.checkpoint.rotary` makes the rotary tables, which no checkpoint stores.
 """
 
-from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.checkpoint.write import Saved, save
+from jaxdraft.rope import Rope
 
 __all__ = ["Rope", "Saved", "save"]

@@ -6,20 +6,22 @@ The other direction is :mod:`convert.checkpoint.config`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdraft.checkpoint.forms import INT4_GROUP
-from jaxdraft.checkpoint.layout import (
+from jaxdraft.checkpoint.families import (
+    FAMILIES,
+    FULL,
     LLAMA,
     QWEN3,
     QWEN35,
     QWEN35_MOE,
-    VISION,
+    SLIDING,
     Family,
 )
-from jaxdraft.checkpoint.rotary import Rope
+from jaxdraft.checkpoint.forms import INT4_GROUP
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
@@ -29,6 +31,7 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.kinds import block_of
+from jaxdraft.rope import Rope
 
 Json = dict[str, Any]
 
@@ -85,17 +88,26 @@ def vision_tower(config: TargetConfig) -> dict[str, tuple[int, ...]]:
         "pos_embed.weight": (TOWER["num_position_embeddings"], width),
     }
     tensors = {**{name: (size,) for name, size in vectors.items()}, **matrices}
-    return {f"{VISION}{name}": shape for name, shape in sorted(tensors.items())}
+    return {f"{QWEN35.aside[0]}{name}": shape for name, shape in sorted(tensors.items())}
 
 
 def family_of(config: TargetConfig) -> Family:
-    """The architecture whose checkpoints can hold this target.
+    """Return the architecture whose checkpoints can hold this target.
+
+    It is the one that the target came from, or else the first that can hold it.
 
     Raises:
       ValueError: there is none.
     """
     if not config.softmax:
         raise ValueError(f"layers are {config.layers}; a checkpoint needs an attention layer")
+    if config.architecture:
+        if config.architecture not in FAMILIES:
+            raise ValueError(
+                f"architecture is {config.architecture!r}; expected one of {', '.join(FAMILIES)}"
+            )
+        family = FAMILIES[config.architecture]
+        return family.alone() if family.composite and not family.tower else family
     a = config.softmax[0]
     moe = isinstance(config.mlp, MoeConfig)
     if a.gated or config.delta_net is not None:
@@ -104,25 +116,30 @@ def family_of(config: TargetConfig) -> Family:
         raise ValueError(
             f"mlp is {config.mlp}; experts need {QWEN35_MOE.model_type}'s gated layers"
         )
-    return QWEN3 if a.qk_norm else LLAMA
+    closest = QWEN3 if a.qk_norm else LLAMA
+    for family in (closest, *FAMILIES.values()):
+        with contextlib.suppress(ValueError):
+            _check_properties(config, family)
+            return family.alone() if family.composite and not family.tower else family
+    return closest
 
 
 def target_json(
     config: TargetConfig,
     family: Family,
-    rope: Rope,
+    ropes: Sequence[Rope],
     *,
     dtype: str,
     mtp: MtpConfig | None = None,
     stop_ids: tuple[int, ...] = (),
     int4: bool = False,
 ) -> Json:
-    """``config.json`` of a target.
+    """Return ``config.json`` of a target.
 
     Args:
       config: its description.
       family: from :func:`family_of`.
-      rope: its rotary embedding, of the plain kind.
+      ropes: its rotary embeddings: that of all layers; or of layers without and with a window.
       dtype: name of the dtype to compute in.
       mtp: description of the multi-token-prediction head stored with it, if one is.
       stop_ids: tokens that end a sequence.
@@ -132,47 +149,47 @@ def target_json(
       ValueError: if the family cannot express ``config``.
     """
     a = config.softmax[0]
-    check_target(config, family, rope, mtp)
+    check_target(config, family, ropes, mtp)
     text = {
-        "attention_bias": False,
+        "attention_bias": (a.bias or a.out_bias) and not family.bias,
         "dtype": dtype,
         "eos_token_id": _ids(stop_ids),
         "head_dim": a.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[family.activation],
         "hidden_size": config.width,
         "max_position_embeddings": config.context_length,
         "num_attention_heads": a.heads,
         "num_hidden_layers": len(config.layers),
         "num_key_value_heads": a.kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope.json(),
         "tie_word_embeddings": config.tied,
         "use_cache": True,
         "vocab_size": config.vocab_size,
+        **_rope_json(config, family, ropes),
         **_feed_forward_json(config.mlp),
+        **_windows_json(config, family),
     }
-    if family is LLAMA:
-        text["mlp_bias"] = False
-    else:
-        text["layer_types"] = [dict(family.kinds)[kind] for kind in config.layers]
-    if config.sliding is not None:
-        # transformers reads layer_types alone; the builder wants to hear of the first such layer.
-        text |= {
-            "max_window_layers": config.layers.index("sliding"),
-            "sliding_window": config.sliding.window,
-            "use_sliding_window": True,
-        }
+    if family.activation != "silu":
+        text["hidden_activation"] = text["hidden_act"]
+    if family.mlp_bias_key:
+        text["mlp_bias"] = isinstance(config.mlp, MlpConfig) and config.mlp.bias
+    if family.query_scalar:
+        text["query_pre_attn_scalar"] = _scalar(a.scale)
+    if family.softcaps:
+        text["attn_logit_softcapping"] = a.softcap or None
+        text["final_logit_softcapping"] = config.softcap or None
     ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
     quantized = {"quantization_config": quantization_json(4, ignored)} if int4 else {}
+    if family.gated:
+        text |= _hybrid_json(config)
+        text |= {
+            "mtp_num_hidden_layers": 0 if mtp is None else 1,
+            "mtp_use_dedicated_embeddings": False,
+        }
     if not family.composite:
         known = {"architectures": [family.architecture], "model_type": family.model_type}
         return {**known, **text, **quantized}
-    text |= _hybrid_json(config, a, rope)
-    text |= {
-        "model_type": f"{family.model_type}_text",
-        "mtp_num_hidden_layers": 0 if mtp is None else 1,
-        "mtp_use_dedicated_embeddings": False,
-    }
+    text["model_type"] = family.text_type
     last = config.vocab_size - 1  # four ids required by the class, unused in text
     return {
         "architectures": [family.architecture],
@@ -296,18 +313,17 @@ def block_json(
     return {**json, "dflash_config": block}
 
 
-def check_target(config: TargetConfig, family: Family, rope: Rope, mtp: MtpConfig | None) -> None:
+def check_target(
+    config: TargetConfig, family: Family, ropes: Sequence[Rope], mtp: MtpConfig | None
+) -> None:
     """Raise for settings that ``config.json`` of this family cannot express unambiguously."""
     what = f"a {family.model_type} checkpoint"
+    _check_properties(config, family)
+    for rope in ropes:
+        if rope.kind not in family.ropes:
+            _says(what, "rope", rope.kind, family.ropes[0])
     a = config.softmax[0]
-    for kind in dict.fromkeys(config.layers):
-        if kind not in dict(family.kinds):
-            raise ValueError(f"layers are {config.layers}; {what} has no layers of kind {kind!r}")
-    for shape in config.softmax:
-        _attention_says(shape, config.norm_eps, what, gated=family.gated, qk_norm=family.qk_norm)
-        _says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
-    _says(what, "rope", rope.kind, "default")
-    rotary = int(a.rotary_dim / a.head_dim * a.head_dim) if family.composite else a.head_dim
+    rotary = int(a.rotary_dim / a.head_dim * a.head_dim) if family.partial else a.head_dim
     _says(what, "attention.rotary_dim", a.rotary_dim, rotary)
     if config.delta_net is not None:
         _says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
@@ -315,10 +331,54 @@ def check_target(config: TargetConfig, family: Family, rope: Rope, mtp: MtpConfi
         raise ValueError("mlp.shared_hidden is 0; the layout of Qwen3.5 MoE has a shared expert")
     if mtp is None:
         return
-    if not family.composite:
+    if not family.gated:
         raise ValueError(f"a multi-token-prediction head has no place in {what}")
     for field in ("vocab_size", "width", "attention", "mlp", "norm_eps", "context_length"):
         _says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
+
+
+def _check_properties(config: TargetConfig, family: Family) -> None:
+    """Raise for properties of a target that the family does not have."""
+    what, a = f"a {family.model_type} checkpoint", config.softmax[0]
+    for kind in dict.fromkeys(config.layers):
+        if kind not in dict(family.kinds):
+            raise ValueError(f"layers are {config.layers}; {what} has no layers of kind {kind!r}")
+    if family.windows == "number" and len(set(config.layers)) > 1:
+        raise ValueError(f"layers are {config.layers}; in {what} all are of one kind")
+    for shape in config.softmax:
+        _attention_says(
+            shape,
+            config.norm_eps,
+            what,
+            gated=family.gated,
+            qk_norm=bool(family.qk_norm),
+            softcap=family.softcaps,
+            scale=family.query_scalar,
+        )
+        _says(what, "attention.interleaved", shape.interleaved, family.interleaved)
+        _says(what, "attention.norm_whole", shape.norm_whole, family.qk_norm == "whole")
+        _says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
+    biases = [family.bias + family.bias_key * flag for flag in (False, True)]
+    if (a.bias, a.out_bias) not in [("q" in letters, "o" in letters) for letters in biases]:
+        raise ValueError(
+            f"attention.bias is {a.bias} and out_bias {a.out_bias}; {what} has biases of "
+            f"{' or of '.join(letters or 'none' for letters in dict.fromkeys(biases))}"
+        )
+    _says(what, "norms", config.norms, family.sides)
+    if not family.softcaps:
+        _says(what, "softcap", config.softcap, 0.0)
+    _says_nearly(
+        what,
+        "embedding_scale",
+        config.embedding_scale,
+        config.width**0.5 if family.embedding_scaled else 1.0,
+    )
+    both = {"attention", "sliding"} <= set(config.layers)
+    _says(what, "own_tables", config.own_tables, family.own_tables and both)
+    if isinstance(config.mlp, MlpConfig):
+        _says(what, "mlp.activation", config.mlp.activation, family.activation)
+        if not family.mlp_bias_key:
+            _says(what, "mlp.bias", config.mlp.bias, False)
 
 
 def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -> None:
@@ -339,16 +399,24 @@ def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -
 
 
 def _attention_says(
-    a: AttentionConfig, eps: float, what: str, *, gated: bool, qk_norm: bool
+    a: AttentionConfig,
+    eps: float,
+    what: str,
+    *,
+    gated: bool,
+    qk_norm: bool,
+    softcap: bool = False,
+    scale: bool = False,
 ) -> None:
+    """Check a shape of attention; ``softcap`` and ``scale``: whether these may be anything."""
     _says(what, "attention.gated", a.gated, gated)
     _says(what, "attention.qk_norm", a.qk_norm, qk_norm)
     if a.qk_norm:
         _says(what, "attention.norm_eps", a.norm_eps, eps)
-    _says(what, "attention.softcap", a.softcap, 0.0)
-    usual = a.head_dim**-0.5
-    if abs(a.scale - usual) > 1e-6 * usual:
-        _says(what, "attention.scale", a.scale, usual)
+    if not softcap:
+        _says(what, "attention.softcap", a.softcap, 0.0)
+    if not scale:
+        _says_nearly(what, "attention.scale", a.scale, a.head_dim**-0.5)
 
 
 def _says(what: str, field: str, found: Any, expected: Any) -> None:
@@ -356,28 +424,77 @@ def _says(what: str, field: str, found: Any, expected: Any) -> None:
         raise ValueError(f"{field} is {found!r}; {what} can only say {expected!r}")
 
 
-def _hybrid_json(config: TargetConfig, a: AttentionConfig, rope: Rope) -> Json:
-    # Rotary channels are dealt out to time, height and width; text uses them all alike.
-    frequencies = a.rotary_dim // 2
-    share = frequencies // 3
-    json: Json = {
-        "rope_parameters": {
-            **rope.json(),
+def _says_nearly(what: str, field: str, found: float, expected: float) -> None:
+    if abs(found - expected) > 1e-6 * expected:
+        _says(what, field, found, expected)
+
+
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def _scalar(scale: float) -> float:
+    """Return x with ``x**-0.5 = scale``, a whole number where one is near."""
+    exact = scale**-2
+    return round(exact) if abs(round(exact) - exact) < 1e-5 * exact else exact
+
+
+def _rope_json(config: TargetConfig, family: Family, ropes: Sequence[Rope]) -> Json:
+    a, first = config.softmax[0], ropes[0].json()
+    json: Json = {"rope_parameters": first}
+    if family.own_tables:  # a kind of layer that there is none of has the other's
+        json = {"rope_parameters": {FULL: first, SLIDING: ropes[-1].json()}}
+    if family.partial:
+        first["partial_rotary_factor"] = a.rotary_dim / a.head_dim
+        if not family.gated:
+            json["partial_rotary_factor"] = a.rotary_dim / a.head_dim  # where 4.x looks for it
+    if family.gated:
+        # Rotary channels are dealt out to time, height and width; text uses them all alike.
+        frequencies = a.rotary_dim // 2
+        share = frequencies // 3
+        first |= {
             "mrope_interleaved": True,
             "mrope_section": [frequencies - 2 * share, share, share],
-            "partial_rotary_factor": a.rotary_dim / a.head_dim,
-        },
-    }
-    d = config.delta_net
-    if d is not None:
+        }
+    if ropes[0].kind == "longrope":
+        length = ropes[0].original_length
+        longest = round(length * ropes[0].factor)  # the context may be limited to the short one
         json |= {
-            "linear_conv_kernel_dim": d.conv_width,
-            "linear_key_head_dim": d.key_dim,
-            "linear_num_key_heads": d.key_heads,
-            "linear_num_value_heads": d.value_heads,
-            "linear_value_head_dim": d.value_dim,
+            "original_max_position_embeddings": length,
+            "max_position_embeddings": max(config.context_length, longest),
         }
     return json
+
+
+def _windows_json(config: TargetConfig, family: Family) -> Json:
+    window = None if config.sliding is None else config.sliding.window
+    if family.windows == "number":
+        return {"sliding_window": window if "sliding" in config.layers else None}
+    if len(family.kinds) == 1:
+        return {}
+    json: Json = {"layer_types": [dict(family.kinds)[kind] for kind in config.layers]}
+    if family.windows == "pattern":
+        json["sliding_window"] = window or config.context_length
+    elif family.windows == "switch" and window is not None:
+        # transformers reads layer_types alone; the builder reads the place of the first such layer.
+        json |= {
+            "max_window_layers": config.layers.index("sliding"),
+            "sliding_window": window,
+            "use_sliding_window": True,
+        }
+    return json
+
+
+def _hybrid_json(config: TargetConfig) -> Json:
+    d = config.delta_net
+    if d is None:
+        return {}
+    return {
+        "linear_conv_kernel_dim": d.conv_width,
+        "linear_key_head_dim": d.key_dim,
+        "linear_num_key_heads": d.key_heads,
+        "linear_num_value_heads": d.value_heads,
+        "linear_value_head_dim": d.value_dim,
+    }
 
 
 def _feed_forward_json(config: MlpConfig | MoeConfig) -> Json:

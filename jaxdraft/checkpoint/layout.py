@@ -19,13 +19,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from jaxdraft.checkpoint.families import PRE, QWEN35, Family
 from jaxdraft.checkpoint.forms import Form
 from jaxdraft.config import (
     AttentionConfig,
     BlockDrafterConfig,
     DeltaNetConfig,
     Eagle3Config,
-    LayerKind,
     MlpConfig,
     MoeConfig,
     MtpConfig,
@@ -39,15 +39,15 @@ Path = tuple[str | int, ...]
 TARGET = "target"
 """Folder of the target in a saved checkpoint; block drafters lie beside it, named by their kind."""
 
-VISION, MTP = "model.visual.", "mtp."
-"""What the names of tensors begin with that are in a target's files and not of its decoder."""
+MTP = "mtp."
+"""What the names of tensors begin with that are in a target's files and of its own drafter."""
 
 MEMBERS = "t2d"
 """Tensor [V] bool of a drafter with a head of its own: the tokens of its draft vocabulary. ``d2t``
 says the same."""
 
-ROTARY: tuple[Path, Path] = (("rotary", "cos"), ("rotary", "sin"))
-"""Parameters that are computed and not stored."""
+ROTARY = ("rotary", "sliding_rotary")
+"""Modules whose two parameters, ``cos`` and ``sin``, are computed and not stored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,62 +87,6 @@ class Entry:
         return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """An architecture of targets.
-
-    Attributes:
-      model_type: as ``config.json`` spells it.
-      architecture: the class that transformers and the model builder go by.
-      offset_norms: norms store their weight minus 1.
-      gated: queries carry a gate.
-      qk_norm: queries and keys are normed.
-      composite: the text model is a part of a model with a vision tower: its settings are in
-        ``text_config``, its tensors under ``model.language_model``.
-      kinds: of layers, and how ``layer_types`` spells them.
-    """
-
-    model_type: str
-    architecture: str
-    offset_norms: bool = False
-    gated: bool = False
-    qk_norm: bool = False
-    composite: bool = False
-    kinds: tuple[tuple[LayerKind, str], ...] = (("attention", "full_attention"),)
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the text model's tensors begin with."""
-        return "model.language_model." if self.composite else "model."
-
-    @property
-    def norm(self) -> Form:
-        """How the norms are stored."""
-        return Form.OFFSET if self.offset_norms else Form.PLAIN
-
-
-QWEN35 = Family(
-    "qwen3_5",
-    "Qwen3_5ForConditionalGeneration",
-    offset_norms=True,
-    gated=True,
-    qk_norm=True,
-    composite=True,
-    kinds=(("attention", "full_attention"), ("delta_net", "linear_attention")),
-)
-QWEN35_MOE = dataclasses.replace(
-    QWEN35, model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration"
-)
-QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    qk_norm=True,
-    kinds=(("attention", "full_attention"), ("sliding", "sliding_attention")),
-)
-LLAMA = Family("llama", "LlamaForCausalLM")
-FAMILIES = {family.model_type: family for family in (QWEN35, QWEN35_MOE, QWEN3, LLAMA)}
-
-
 def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
     """Every stored parameter of a :class:`jaxdraft.nn.decoder.Decoder`."""
     width, vocab, prefix = config.width, config.vocab_size, family.prefix
@@ -154,14 +98,15 @@ def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
         entries.append(_one(("head", "weight"), "lm_head.weight", vocab, width))
     for i, kind in enumerate(config.layers):
         path, name = ("layers", i), f"{prefix}layers.{i}"
-        entries += _norms(path, name, width, family.norm)
+        entries += _norms(path, name, width, family.norm, family.norms)
         shape = getattr(config, kind)
         if isinstance(shape, AttentionConfig):
-            entries += _attention((*path, "mixer"), f"{name}.self_attn", width, shape, family.norm)
+            entries += _attention((*path, "mixer"), f"{name}.self_attn", width, shape, family)
         else:
             assert isinstance(shape, DeltaNetConfig)
             entries += _delta_net((*path, "mixer"), f"{name}.linear_attn", width, shape)
-        entries += _feed_forward((*path, "mlp"), f"{name}.mlp", width, config.mlp)
+        fused = "gate_up" in family.fused
+        entries += _feed_forward((*path, "mlp"), f"{name}.mlp", width, config.mlp, fused)
     return entries
 
 
@@ -174,7 +119,7 @@ def mtp_layout(config: MtpConfig) -> list[Entry]:
         _one(("hidden_norm", "weight"), f"{MTP}pre_fc_norm_hidden.weight", width, form=norm),
         _one(("norm", "weight"), f"{MTP}norm.weight", width, form=norm),
         *_norms((), layer, width, norm),
-        *_attention(("mixer",), f"{layer}.self_attn", width, config.attention, norm),
+        *_attention(("mixer",), f"{layer}.self_attn", width, config.attention, QWEN35),
         *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp),
     ]
 
@@ -304,35 +249,52 @@ def _rows(path: Path, name: str, width: int, **rows: int) -> Entry:
     return Entry(path, tensors)
 
 
-def _norms(path: Path, name: str, width: int, form: Form) -> list[Entry]:
-    """The two norms of a layer."""
-    after = f"{name}.post_attention_layernorm.weight"
+def _biases(path: Path, name: str, **rows: int) -> Entry:
+    """Return biases, one after another."""
+    tensors = tuple(StoredTensor(f"{name}.{key}.bias", (count,)) for key, count in rows.items())
+    return Entry(path, tensors)
+
+
+def _norms(
+    path: Path, name: str, width: int, form: Form, names: tuple[str, ...] = PRE
+) -> list[Entry]:
+    """Return the norms of a layer, those that have a name."""
+    ours = ("input_norm", "mixer_norm", "post_norm", "mlp_norm")
     return [
-        _one((*path, "input_norm", "weight"), f"{name}.input_layernorm.weight", width, form=form),
-        _one((*path, "post_norm", "weight"), after, width, form=form),
+        _one((*path, norm, "weight"), f"{name}.{stored}.weight", width, form=form)
+        for norm, stored in zip(ours, names, strict=True)
+        if stored
     ]
 
 
 def _head_norms(path: Path, name: str, config: AttentionConfig, form: Form) -> list[Entry]:
-    """The norms of queries and keys, if there are any."""
+    """Return the norms of queries and keys, if there are any."""
     if not config.qk_norm:
         return []
+    heads = (config.heads, config.kv_heads) if config.norm_whole else (1, 1)
     return [
-        _one((*path, norm, "weight"), f"{name}.{norm}.weight", config.head_dim, form=form)
-        for norm in ("q_norm", "k_norm")
+        _one((*path, norm, "weight"), f"{name}.{norm}.weight", count * config.head_dim, form=form)
+        for norm, count in zip(("q_norm", "k_norm"), heads, strict=True)
     ]
 
 
 def _attention(
-    path: Path, name: str, width: int, config: AttentionConfig, norm: Form
+    path: Path, name: str, width: int, config: AttentionConfig, family: Family
 ) -> list[Entry]:
     rows = dict(q_proj=config.query_rows, k_proj=config.kv_rows, v_proj=config.kv_rows)
+    if "qkv" in family.fused:
+        rows = dict(qkv_proj=sum(rows.values()))
     inner = config.heads * config.head_dim
-    return [
+    entries = [
         _rows((*path, "qkv", "weight"), name, width, **rows),
-        *_head_norms(path, name, config, norm),
+        *_head_norms(path, name, config, family.norm),
         _one((*path, "o", "weight"), f"{name}.o_proj.weight", width, inner),
     ]
+    if config.bias:
+        entries.append(_biases((*path, "qkv_bias"), name, **rows))
+    if config.out_bias:
+        entries.append(_biases((*path, "o_bias"), name, o_proj=width))
+    return entries
 
 
 def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> list[Entry]:
@@ -354,13 +316,22 @@ def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> lis
     ]
 
 
-def _feed_forward(path: Path, name: str, width: int, config: MlpConfig | MoeConfig) -> list[Entry]:
+def _feed_forward(
+    path: Path, name: str, width: int, config: MlpConfig | MoeConfig, fused: bool = False
+) -> list[Entry]:
     if isinstance(config, MlpConfig):
         hidden = config.hidden
-        return [
-            _rows((*path, "gate_up", "weight"), name, width, gate_proj=hidden, up_proj=hidden),
+        rows = dict(gate_proj=hidden, up_proj=hidden)
+        if fused:
+            rows = dict(gate_up_proj=2 * hidden)
+        entries = [
+            _rows((*path, "gate_up", "weight"), name, width, **rows),
             _one((*path, "down", "weight"), f"{name}.down_proj.weight", width, hidden),
         ]
+        if config.bias:
+            entries.append(_biases((*path, "gate_up_bias"), name, **rows))
+            entries.append(_biases((*path, "down_bias"), name, down_proj=width))
+        return entries
     experts, hidden = config.experts, config.hidden
     gate_up = f"{name}.experts.gate_up_proj"
     entries = [

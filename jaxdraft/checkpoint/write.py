@@ -47,7 +47,7 @@ from jaxdraft.checkpoint.layout import (
     target_layout,
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
-from jaxdraft.checkpoint.rotary import Rope, fits, recover
+from jaxdraft.checkpoint.rotary import fits, recover
 from jaxdraft.config import DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.chain import ChainDrafter
@@ -58,6 +58,7 @@ from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kinds import KINDS, kind_of
 from jaxdraft.model import Model
 from jaxdraft.nn.linear import BlockedLinear
+from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
 
 MAX_SHARD_BYTES = 4 << 30
@@ -71,6 +72,9 @@ _TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
+
+SLIDING = "sliding"
+"""Name for the rotary embedding of a target's layers with a window, if they have their own."""
 
 Parameters = Mapping[ParameterPath, Any]
 
@@ -129,7 +133,8 @@ def save(
       compute_dtype: type named in ``config.json``. Runtimes, and :func:`jaxdraft.load` too, widen
         or round the stored tensors to it unless set otherwise. Default: the stored dtype.
       tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
-      rope: rotary embedding of a folder ("target", "dflash2", "dspark"). Default: the plain one,
+      rope: rotary embedding of a folder ("target", "dflash2", "dspark"), and "sliding" for layers
+        with a window that have their own. Default: the one that was loaded, or else the plain one,
         whose base is found from the tables.
       stop_ids: tokens that end a sequence. Default: the model's.
       int8: store the matrices of block drafters in eight bits, one scale per row, as
@@ -213,9 +218,10 @@ class _Folders:
         self.target = target
         chosen = self._choose(drafters)
         mtp = chosen.pop("mtp", None)
-        unknown = sorted(set(ropes) - {TARGET, *chosen})
+        known = [TARGET, *([SLIDING] if target.config.own_tables else []), *chosen]
+        unknown = sorted(set(ropes) - {*known})
         if unknown:
-            raise ValueError(f"rope is given for {unknown}; expected {[TARGET, *chosen]}")
+            raise ValueError(f"rope is given for {unknown}; expected {known}")
         self.contents = {TARGET: self._target(mtp, stop_ids or ())}
         for kind in kinds.folders():
             if kind in chosen:
@@ -272,12 +278,12 @@ class _Folders:
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
         if bits and isinstance(config.mlp, MoeConfig):
             raise ValueError("int4 is asked for, and there are experts; expected a dense target")
-        rope = self._rope(TARGET, found)
+        ropes = self._target_ropes(found)
         stored = self._stored(self.target.dtype)
         body = config_json.target_json(
             config,
             family,
-            rope,
+            ropes,
             dtype=(self.compute_dtype or stored).name,
             mtp=None if mtp is None else mtp.config,
             stop_ids=stop_ids,
@@ -286,9 +292,9 @@ class _Folders:
         tensors = list(self._tensors(TARGET, target_layout(config, family), found, bits))
         if mtp is not None:
             head = _parameters(mtp.mtp.params)
-            _check_tables("mtp", head, rope)
+            _check_tables("mtp", head, ropes[0])
             tensors += self._tensors(TARGET, mtp_layout(mtp.config), head, bits)
-        if family.composite:
+        if family.tower:
             for name, shape in config_json.vision_tower(config).items():
                 zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
                 tensors.append(Tensor(name, shape, stored, zeros))
@@ -335,13 +341,25 @@ class _Folders:
         """What was asked for, or the array's own dtype."""
         return np.dtype(own) if self.dtype is None else self.dtype
 
-    def _rope(self, folder: str, found: Parameters) -> Rope:
-        """What the rotary tables of a folder are."""
+    def _target_ropes(self, found: Parameters) -> list[Rope]:
+        """Return the embeddings of the target: of all layers, or without and with a window."""
+        config = self.target.config
+        ropes = [self._rope(TARGET, found, config.rope)]
+        if config.own_tables:
+            ropes.append(self._rope(SLIDING, found, config.sliding_rope, ROTARY[1]))
+        return ropes
+
+    def _rope(
+        self, folder: str, found: Parameters, own: Rope | None = None, module: str = ROTARY[0]
+    ) -> Rope:
+        """Return the description of rotary tables: the caller's, their own, or a plain one."""
         given = self.ropes.get(folder)
         if given is not None:
-            _check_tables(folder, found, given)
+            _check_tables(folder, found, given, module)
             return given
-        rope = recover(*_tables(folder, found))
+        if own is not None and fits(own, *_tables(folder, found, module)):
+            return own
+        rope = recover(*_tables(folder, found, module))
         if rope is None:
             raise ValueError(
                 f"{folder}: the rotary tables are of no plain base; say what they are: "
@@ -353,7 +371,8 @@ class _Folders:
         self, folder: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
     ) -> Iterator[Tensor]:
         """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
-        for path in sorted(found.keys() - {entry.path for entry in layout} - set(ROTARY), key=str):
+        stored = {path for path in found if path[0] not in ROTARY}
+        for path in sorted(stored - {entry.path for entry in layout}, key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
             raise ValueError(
                 f"{folder}: parameter {_dotted(path)} has no place in the layout{hint}"
@@ -463,15 +482,18 @@ def _parameters(params: Any) -> dict[ParameterPath, Any]:
     return dict(nnx.traversals.flatten_mapping(params))
 
 
-def _tables(folder: str, found: Parameters) -> tuple[np.ndarray, np.ndarray]:
-    if any(path not in found for path in ROTARY):
+def _tables(
+    folder: str, found: Parameters, module: str = ROTARY[0]
+) -> tuple[np.ndarray, np.ndarray]:
+    paths = (module, "cos"), (module, "sin")
+    if any(path not in found for path in paths):
         raise ValueError(f"{folder}: there are no rotary tables; a checkpoint describes some")
-    cos, sin = (np.asarray(found[path]) for path in ROTARY)
+    cos, sin = (np.asarray(found[path]) for path in paths)
     return cos, sin
 
 
-def _check_tables(folder: str, found: Parameters, rope: Rope) -> None:
-    if not fits(rope, *_tables(folder, found)):
+def _check_tables(folder: str, found: Parameters, rope: Rope, module: str = ROTARY[0]) -> None:
+    if not fits(rope, *_tables(folder, found, module)):
         raise ValueError(f"{folder}: the rotary tables are not those of {rope}")
 
 

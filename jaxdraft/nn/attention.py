@@ -16,7 +16,7 @@ from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import attention as fused
-from jaxdraft.nn.linear import Linear, precision
+from jaxdraft.nn.linear import Linear, along_last, precision
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import rotate
 from jaxdraft.state.paged import Chunk, Source
@@ -430,10 +430,16 @@ class Attention(nnx.Module):
         self.config = config
         rows = config.query_rows + 2 * config.kv_rows
         self.qkv = Linear(width if inputs is None else inputs, rows, dtype=dtype, rngs=rngs)
+        if config.bias:  # beside the matrix: every form of matrix can have one
+            self.qkv_bias = nnx.Param(jnp.zeros((rows,), dtype))
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
+            whole = config.norm_whole
+            q, k = (config.heads, config.kv_heads) if whole else (1, 1)
+            self.q_norm = RMSNorm(q * config.head_dim, config.norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(k * config.head_dim, config.norm_eps, dtype=dtype)
         self.o = Linear(config.heads * config.head_dim, width, dtype=dtype, rngs=rngs)
+        if config.out_bias:
+            self.o_bias = nnx.Param(jnp.zeros((width,), dtype))
         if config.sinks:
             self.sinks = nnx.Param(jax.random.normal(rngs.params(), (config.heads,)).astype(dtype))
 
@@ -449,6 +455,8 @@ class Attention(nnx.Module):
         c = self.config
         batch, steps, _ = x.shape
         mixed = self.qkv(x)
+        if c.bias:
+            mixed = mixed + along_last(self.qkv_bias[...], mixed)
         q, k, v = jnp.split(mixed, (c.query_rows, c.query_rows + c.kv_rows), axis=-1)
         gate = None
         q = q.reshape(batch, steps, c.heads, -1)
@@ -457,15 +465,19 @@ class Attention(nnx.Module):
             q = q[..., : c.head_dim]
         k = k.reshape(batch, steps, c.kv_heads, c.head_dim)
         v = v.reshape(batch, steps, c.kv_heads, c.head_dim)
-        if c.qk_norm:
+        if c.qk_norm and c.norm_whole:
+            q = self.q_norm(q.reshape(batch, steps, -1)).reshape(q.shape)
+            k = self.k_norm(k.reshape(batch, steps, -1)).reshape(k.shape)
+        elif c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if c.rotary_dim:
             assert cos is not None and sin is not None
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = (rotate(x, cos, sin, interleaved=c.interleaved) for x in (q, k))
         return q, k, v, gate
 
     def finish(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
         """The output projection, gated if the layer is: [B, T, N * H] -> [B, T, D]."""
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
-        return self.o(attended)
+        y = self.o(attended)
+        return y + along_last(self.o_bias[...], y) if self.config.out_bias else y

@@ -20,6 +20,11 @@ from jaxdraft.nn.product import multiply_dense, precision
 M = TypeVar("M", bound=nnx.Module)
 
 
+def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """[D] -> [1, ..., 1, D] in the dtype and with the rank of ``x``, to be added or multiplied."""
+    return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
 class Linear(nnx.Module):
     """``y = x @ W.T`` with W stored as [out, in].
 

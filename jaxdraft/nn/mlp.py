@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdraft.config import MlpConfig, MoeConfig
+from jaxdraft.config import Activation, MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import linear as fused
 from jaxdraft.nn.experts import Experts, run_experts
-from jaxdraft.nn.linear import Linear, matrix
+from jaxdraft.nn.linear import Linear, along_last, matrix
 from jaxdraft.nn.packed import multiply
+
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class Mlp(nnx.Module):
-    """``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+    """``down(activation(gate(x)) * up(x))``, gate and up in one product."""
 
     implementation = XLA
 
-    def __init__(self, width: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        activation: Activation = "silu",
+        bias: bool = False,
+    ):
+        self.activation = activation
         self.gate_up = Linear(width, 2 * hidden, dtype=dtype, rngs=rngs)
         self.down = Linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.bias = bias
+        if bias:  # beside the matrices: every form of matrix can have one
+            self.gate_up_bias = nnx.Param(jnp.zeros((2 * hidden,), dtype))
+            self.down_bias = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
         form, weights = matrix(self.gate_up)
-        if self.implementation == PALLAS and form.served and fused.serves(x):
+        plain = self.activation == "silu" and not self.bias  # the kernel knows nothing else
+        if self.implementation == PALLAS and plain and form.served and fused.serves(x):
             gated = dataclasses.replace(form, gated=True)
             return self.down(fused.product(gated, x, weights, xla=multiply))
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        both = self.gate_up(x)
+        if self.bias:
+            both = both + along_last(self.gate_up_bias[...], both)
+        gate, up = jnp.split(both, 2, axis=-1)
+        y = self.down(ACTIVATIONS[self.activation](gate) * up)
+        return y + along_last(self.down_bias[...], y) if self.bias else y
 
 
 class Moe(nnx.Module):
@@ -90,4 +116,11 @@ def feed_forward(
     """Return the module that ``config`` describes."""
     if isinstance(config, MoeConfig):
         return Moe(width, config, dtype=dtype, rngs=rngs)
-    return Mlp(width, config.hidden, dtype=dtype, rngs=rngs)
+    return Mlp(
+        width,
+        config.hidden,
+        dtype=dtype,
+        rngs=rngs,
+        activation=config.activation,
+        bias=config.bias,
+    )

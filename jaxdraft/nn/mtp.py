@@ -13,7 +13,7 @@ from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.linear import Linear
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
-from jaxdraft.nn.rope import Rotary, rotary_tables
+from jaxdraft.nn.rope import Rotary
 
 
 class Mtp(ChainLayer):
@@ -28,8 +28,7 @@ class Mtp(ChainLayer):
         self.embedding_norm = RMSNorm(width, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype)
         self.fc = Linear(2 * width, width, dtype=dtype, rngs=rngs)
-        cos, sin = rotary_tables(config.context_length, config.attention.rotary_dim, 10000.0)
-        self.rotary = Rotary(jnp.asarray(cos), jnp.asarray(sin))
+        self.rotary = Rotary.of(config.rope, config.context_length, config.attention.rotary_dim)
         self.input_norm = RMSNorm(width, eps, dtype=dtype)
         self.mixer = Attention(width, config.attention, dtype=dtype, rngs=rngs)
         self.post_norm = RMSNorm(width, eps, dtype=dtype)

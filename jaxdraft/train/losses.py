@@ -39,7 +39,7 @@ def _in_32_bits(x: jax.Array) -> jax.Array:
 def language_loss(decoder: Decoder, tokens: jax.Array) -> tuple[jax.Array, Metrics]:
     """Return mean nats per token of sequences [B, 1 + T] int32, and metrics."""
     rows = decoder_rows(decoder, tokens[:, :-1])
-    logits = head_logits(rows.hidden, decoder.head_weight)
+    logits = decoder.logits(rows.hidden)
     nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
     best = jnp.argmax(lax.stop_gradient(logits), axis=-1).astype(tokens.dtype)
     right = best == tokens[:, 1:]

@@ -40,25 +40,18 @@ def decoder_rows(decoder: Decoder, tokens: jax.Array) -> DecoderRows:
       decoder: the target.
       tokens: [B, T] int32, every row full.
     """
-    config = decoder.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    cos, sin = decoder.rotary.at(positions) if hasattr(decoder, "rotary") else (None, None)
-    x = decoder.embed(tokens)
-    taps = {}
-    for i, layer in enumerate(decoder.layers):
-        if i in config.taps:
-            taps[i] = x
-        y = layer.input_norm(x)
-        if isinstance(layer.mixer, Attention):
-            q, k, v, gate = layer.mixer.project(y, cos, sin)
-            sinks = layer.mixer.sink_scores
-            y = layer.mixer.finish(causal_attention(q, k, v, layer.mixer.config, sinks), gate)
-        else:
-            y = delta_net_rows(layer.mixer, y)
-        x = x + y
-        x = x + layer.mlp(layer.post_norm(x))
-    aux = jnp.concatenate([taps[i] for i in config.taps], axis=-1) if config.taps else None
-    return DecoderRows(aux, decoder.norm(x))
+    turns = decoder.turns(positions)
+
+    def mix(i: int, y: jax.Array) -> jax.Array:
+        mixer = decoder.layers[i].mixer
+        if not isinstance(mixer, Attention):
+            return delta_net_rows(mixer, y)
+        q, k, v, gate = mixer.project(y, *turns[decoder.config.layers[i]])
+        return mixer.finish(causal_attention(q, k, v, mixer.config, mixer.sink_scores), gate)
+
+    hidden, aux = decoder.through(tokens, mix)
+    return DecoderRows(aux, hidden)
 
 
 def head_logits(hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
