@@ -16,7 +16,8 @@ from convert.build import fill_shells
 from convert.checkpoint.plan import plan_checkpoint
 from jaxdraft import SMOLLM2_DRAFTER
 from jaxdraft.base import Feed
-from jaxdraft.checkpoint.layout import LLAMA, target_layout
+from jaxdraft.checkpoint.families import LLAMA
+from jaxdraft.checkpoint.layout import target_layout
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.draft.block import BlockDrafter
 
