@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxdraft.checks import check_int
-
 from jaxdraft.rope import Rope
 
 LayerKind = Literal["attention", "sliding", "delta_net"]

@@ -1,8 +1,8 @@
 """What the tests of published layouts share: folders, their numbers, and comparisons.
 
 A folder of ``data`` is a checkpoint as it would be downloaded, tiny and with random weights. Beside
-it lie the numbers of another program in float32 from the same weights: ``golden.npz``. The arrays of
-a target, for some prompts i:
+it lie the numbers of another program in float32 from the same weights: ``golden.npz``. Arrays of a
+target, for some prompts i:
 
   ``prompt{i}_ids``     the prompt
   ``prompt{i}_logits``  float32 [length, V], logits of every position
@@ -77,7 +77,7 @@ def _logits(model: Model, tokens: jax.Array, count: jax.Array, state: object) ->
 
 
 def assert_logits(model: Model, arrays: Golden, prompt: str) -> None:
-    """Check the logits of a prompt, and that each greedy token is the best after those before it."""
+    """Check the logits of a prompt, and that greedy tokens are the best after those before them."""
     ids, greedy = arrays[f"{prompt}_ids"], arrays[f"{prompt}_greedy"]
     found = logits_of(model, np.concatenate([ids, greedy]))
     np.testing.assert_allclose(found[: len(ids)], arrays[f"{prompt}_logits"], rtol=0, atol=WITHIN)
