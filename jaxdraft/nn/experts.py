@@ -1,16 +1,25 @@
-"""Products of rows with the experts that they chose."""
+"""Products of rows with the experts that they chose.
+
+The matrices of the experts of a layer are one array [E, out, in], or a :class:`PackedMatrix` each
+of whose arrays has a first axis of experts.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jaxdraft.config import MoeConfig
-from jaxdraft.nn.product import multiply_dense, precision
+from jaxdraft.kernels.linear import Form
+from jaxdraft.nn.linear import matmul
+from jaxdraft.nn.packed import Packed, PackedMatrix, check_arrays
+from jaxdraft.nn.product import precision
 from jaxdraft.sizes import power_of_two
 
 _SLOPE = 1.702
@@ -20,11 +29,41 @@ _TILE = 16
 """Rows that an expert multiplies at once, at least, where there are so many."""
 
 
+Matrices = jax.Array | PackedMatrix
+
+
+class PackedExperts(nnx.Module):
+    """The matrices [out, in] of all experts, quantized in memory.
+
+    Args:
+      arrays: arrays of :mod:`jaxdraft.nn.packed`, each with a first axis of experts.
+      form: form of the matrix of one expert.
+
+    Raises:
+      ValueError: the arrays do not fit ``form``, or each other.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], form: Form):
+        self.form = form
+        counts = {array.shape[0] for array in arrays.values()}
+        if len(counts) != 1:
+            raise ValueError(f"arrays have {sorted(counts)} experts; expected one number")
+        one = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in arrays.items()}
+        check_arrays(form, one)
+        for name, array in arrays.items():
+            setattr(self, name, Packed(array))
+
+    @property
+    def table(self) -> PackedMatrix:
+        """The matrices as one pytree, sharing these arrays."""
+        return PackedMatrix({n: getattr(self, n)[...] for n in self.form.parts}, self.form)
+
+
 class Experts(NamedTuple):
     """The weights of the experts of a layer."""
 
-    gate_up: jax.Array  # [E, gate rows then up rows, D]
-    down: jax.Array  # [E, D, I]
+    gate_up: Matrices  # [E, gate rows then up rows, D]
+    down: Matrices  # [E, D, I]
     gate_up_bias: jax.Array | None = None  # [E, 2 I]
     down_bias: jax.Array | None = None  # [E, D]
 
@@ -70,6 +109,9 @@ def all_experts(
     """Compute :func:`run_experts` with every expert over every row."""
     which = jax.nn.one_hot(chosen, config.experts, dtype=jnp.float32)
     weight = jnp.sum(which * share[..., None], axis=1)  # [R, E]
+    if any(map(_is_packed, experts)):
+        return _all_one_by_one(config, rows, weight, experts)
+    assert isinstance(experts.gate_up, jax.Array) and isinstance(experts.down, jax.Array)
     exact = precision(rows.dtype)
     inner = jnp.einsum("eid,td->eti", experts.gate_up, rows, precision=exact)
     if experts.gate_up_bias is not None:
@@ -84,6 +126,30 @@ def all_experts(
     )
 
 
+def _all_one_by_one(
+    config: MoeConfig, rows: jax.Array, weight: jax.Array, experts: Experts
+) -> jax.Array:
+    """Compute :func:`all_experts` with the floats of one expert in memory.
+
+    Args:
+      config: number of experts, and their activation.
+      rows: [R, D].
+      weight: [R, E] float32.
+      experts: their weights.
+    """
+
+    fixed = lambda part: lax.stop_gradient(part) if _is_packed(part) else part  # noqa: E731
+    experts = jax.tree.map(fixed, experts, is_leaf=_is_packed)
+
+    def step(total: jax.Array, part: tuple[Experts, jax.Array]) -> tuple[jax.Array, None]:
+        expert, weight = part
+        added = _one_expert(config, rows, expert).astype(jnp.float32)
+        return total + added * weight[:, None], None
+
+    zeros = jnp.zeros(rows.shape, jnp.float32)
+    return lax.scan(step, zeros, (experts, weight.T))[0].astype(rows.dtype)
+
+
 def chosen_experts(
     config: MoeConfig, rows: jax.Array, share: jax.Array, chosen: jax.Array, experts: Experts
 ) -> jax.Array:
@@ -94,13 +160,11 @@ def chosen_experts(
     """
     flat = chosen.reshape(-1)
 
-    def product(
-        matrices: jax.Array, bias: jax.Array | None, vectors: jax.Array
-    ) -> jax.Array:  # [E, X, Y], [E, X], [R k, Y]
-        picked = jnp.take(matrices, flat, axis=0, mode="clip").astype(jnp.float32)
-        summed = jnp.sum(picked * vectors[:, None].astype(jnp.float32), axis=-1)
-        if bias is not None:
-            summed = summed + jnp.take(bias, flat, axis=0, mode="clip").astype(jnp.float32)
+    def product(matrices: Matrices, bias: jax.Array | None, vectors: jax.Array) -> jax.Array:
+        picked = jax.tree.map(lambda x: jnp.take(x, flat, axis=0, mode="clip"), (matrices, bias))
+        summed = _product_as_sum(picked[0], vectors)
+        if picked[1] is not None:
+            summed = summed + picked[1].astype(jnp.float32)
         return summed.astype(rows.dtype)  # [R k, X]
 
     repeated = jnp.repeat(rows, chosen.shape[1], axis=0)
@@ -108,6 +172,18 @@ def chosen_experts(
     each = product(experts.down, experts.down_bias, activate(config, gate, up))  # [R k, D]
     each = each.reshape(*chosen.shape, -1).astype(jnp.float32)
     return jnp.sum(each * share[..., None], axis=1).astype(rows.dtype)
+
+
+def _is_packed(part: Any) -> bool:
+    return isinstance(part, PackedMatrix)
+
+
+def _product_as_sum(matrices: Matrices, vectors: jax.Array) -> jax.Array:
+    """[P, X, Y] x [P, Y] -> [P, X] float32, a matrix for each vector."""
+    if isinstance(matrices, PackedMatrix):
+        return jax.vmap(PackedMatrix.matmul_as_sum)(matrices, vectors)
+    wide = matrices.astype(jnp.float32)
+    return jnp.sum(wide * vectors[:, None].astype(jnp.float32), axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -160,11 +236,11 @@ def _expert(experts: Experts, index: jax.Array) -> Experts:
 
 def _one_expert(config: MoeConfig, rows: jax.Array, expert: Experts) -> jax.Array:
     """Run one expert over rows [R, D]; ``expert`` has no axis of experts."""
-    inner = multiply_dense(rows, expert.gate_up)
+    inner = matmul(rows, expert.gate_up)
     if expert.gate_up_bias is not None:
         inner = inner + expert.gate_up_bias[None]
     gate, up = jnp.split(inner, 2, axis=-1)
-    out = multiply_dense(activate(config, gate, up), expert.down)
+    out = matmul(activate(config, gate, up), expert.down)
     return out if expert.down_bias is None else out + expert.down_bias[None]
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxdraft.config import Activation, MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels import linear as fused
-from jaxdraft.nn.experts import Experts, run_experts
+from jaxdraft.nn.experts import Experts, PackedExperts, run_experts
 from jaxdraft.nn.linear import Linear, along_last, matrix
 from jaxdraft.nn.packed import multiply
 
@@ -93,10 +93,19 @@ class Moe(nnx.Module):
         c = self.config
         rows = x.reshape(-1, x.shape[-1])
         share, chosen = self.route(rows)
-        y = run_experts(c, rows, share, chosen, Experts(self.gate_up[...], self.down[...]))
+        y = run_experts(c, rows, share, chosen, self.experts)
         if c.shared_hidden:
             y = y + self.shared(rows) * jax.nn.sigmoid(self.shared_gate(rows))
         return y.reshape(x.shape)
+
+    @property
+    def experts(self) -> Experts:
+        """The weights of the experts, dense or packed."""
+        gate_up, down = (
+            part.table if isinstance(part, PackedExperts) else part[...]
+            for part in (self.gate_up, self.down)
+        )
+        return Experts(gate_up, down)
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights [R, k] float32 and the indices [R, k] of the experts of each row.

@@ -28,6 +28,9 @@ kinds of values.
 | GGUF Q4_1, Q5_0, Q5_1 | 4, 8 | 32 | 1 | minima (Q4_1, Q5_1) |
 | GGUF Q4_K, Q5_K | 4, 8 | 32 | 1 | minima, coarse, coarse_minima |
 | GGUF Q6_K | 8 | 16 | 1 | coarse |
+| MXFP4 | 4 (``e2m1``) | 32 | 1 | |
+
+Scales of MXFP4 are powers of two, of the type float8_e8m0fnu.
 """
 
 from __future__ import annotations
@@ -63,8 +66,25 @@ def _e4m3(raw: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-DECODERS: dict[str, Callable[[jax.Array], jax.Array]] = {"integer": _integers, "e4m3": _e4m3}
-"""Values of few bits, uint8, as float32. ``e4m3`` has eight bits: sign, exponent, mantissa."""
+def _e2m1(raw: jax.Array) -> jax.Array:
+    """Return 0, 0.5, 1, 1.5, 2, 3, 4, 6 for the lower three bits, negative if the fourth is set.
+
+    From 1 on, exponent and mantissa are the last three bits of a float32's, whose bias is 126
+    greater. Example: 5, 101 in bits, has exponent 10 and mantissa 1: 1.5 * 2**(2 - 1) = 3.
+    """
+    size = (raw & jnp.uint8(7)).astype(jnp.uint32)
+    wide = lax.bitcast_convert_type((size << 22) + jnp.uint32(126 << 23), jnp.float32)
+    value = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, wide)
+    return jnp.where(raw > 7, -value, value)
+
+
+DECODERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "integer": _integers,
+    "e4m3": _e4m3,
+    "e2m1": _e2m1,
+}
+"""Values of few bits, uint8, as float32. ``e4m3`` has eight bits, ``e2m1`` four: sign, exponent,
+mantissa."""
 
 
 class Packed(nnx.Variable):
@@ -121,15 +141,7 @@ class PackedMatrix:
 
     def matmul(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in ``dtype``."""
-        form = self.form
-        rows = x.reshape(-1, x.shape[-1]).astype(form.dtype)
-        if "order" in self.arrays:
-            rows = jnp.take(rows, self.arrays["order"], axis=1)
-        blocks = self.arrays["weight_q"].shape[1]
-        rows = jnp.pad(rows, ((0, 0), (0, blocks * form.block - form.inputs)))
-        # Plane p holds every (8 / bits)th value; picking the same columns of x needs no unpacking.
-        planes = rows.reshape(rows.shape[0], -1, 8 // form.bits)
-        planes = jnp.transpose(planes, (2, 0, 1))  # [planes, rows, bytes]
+        form, planes = self.form, self._rows(x)
         product = lax.platform_dependent(
             self.arrays,
             planes,
@@ -137,6 +149,28 @@ class PackedMatrix:
             default=functools.partial(_product, form, out_dtype),
         )
         return product.T.reshape(*x.shape[:-1], form.outputs)
+
+    def matmul_as_sum(self, x: jax.Array) -> jax.Array:
+        """[in] -> [out] float32, as a sum that XLA's GPU compiler fuses with the decoding.
+
+        So no float matrix exists in memory, even where the arrays are gathered.
+        """
+        planes = _planes(self.form, self.arrays).astype(jnp.float32)
+        return jnp.sum(planes * self._rows(x[None]).astype(jnp.float32), axis=(0, 2))
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Return rows [..., in] as [planes, rows, bytes], in the order of the stored columns.
+
+        Plane p holds every (8 / bits)th value; picking the same columns of x needs no unpacking.
+        """
+        form = self.form
+        rows = x.reshape(-1, x.shape[-1]).astype(form.dtype)
+        if "order" in self.arrays:
+            rows = jnp.take(rows, self.arrays["order"], axis=1)
+        blocks = self.arrays["weight_q"].shape[1]
+        rows = jnp.pad(rows, ((0, 0), (0, blocks * form.block - form.inputs)))
+        planes = rows.reshape(rows.shape[0], -1, 8 // form.bits)
+        return jnp.transpose(planes, (2, 0, 1))
 
 
 def _planes(form: Form, arrays: Arrays) -> jax.Array:

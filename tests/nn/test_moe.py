@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxdraft.config import MoeConfig
+from jaxdraft.kernels.linear import Form
 from jaxdraft.nn import experts, mlp
-from jaxdraft.nn.experts import Experts
+from jaxdraft.nn.experts import Experts, PackedExperts
+from jaxdraft.nn.packed import PackedMatrix
 
 E, K, D, I = 6, 2, 7, 5  # noqa: E741, the letters of the module
 CONFIGS = [
@@ -102,6 +104,58 @@ def test_one_row_widens_its_own_experts_alone() -> None:
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 3})
     one = 4 * 3 * width * hidden  # bytes of one expert in float32
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * one
+
+
+E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""Sizes of the numbers of MXFP4."""
+
+
+def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[PackedExperts, np.ndarray]:
+    """Random packed experts, and their numbers by a table."""
+    blocks = -(-inputs // 32)
+    raw = rng.integers(0, 256, (E, outputs, blocks, 16), np.uint8)
+    powers = rng.integers(120, 130, (E, outputs, blocks), np.uint8)
+    nibbles = np.stack([raw & 15, raw >> 4], axis=-1).reshape(E, outputs, blocks, 32)
+    values = np.concatenate([E2M1, -E2M1])[nibbles] * np.exp2(powers[..., None] - 127.0)
+    arrays = {"weight_q": jnp.asarray(raw), "scales": powers.view(jnp.float8_e8m0fnu)}
+    form = Form(inputs, outputs, jnp.dtype(jnp.float32), 4, 32, values="e2m1")
+    return PackedExperts(arrays, form), values.reshape(E, outputs, -1)[..., :inputs]
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_packed_experts_are_those_of_their_numbers(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    gate_up, wide = mxfp4(rng, 2 * I, 40)  # the second block of a row is not full
+    down, wide_down = mxfp4(rng, 40, I)
+    _, share, chosen, _ = problem(rows, False)
+    x = jnp.asarray(rng.standard_normal((rows, 40)), jnp.float32) * 0.1
+    biases = (jnp.asarray(rng.standard_normal(n), jnp.float32) for n in ((E, 2 * I), (E, 40)))
+    packed = Experts(gate_up.table, down.table, *biases)
+    dense = packed._replace(
+        gate_up=jnp.asarray(wide, jnp.float32), down=jnp.asarray(wide_down, jnp.float32)
+    )
+    np.testing.assert_array_equal(jax.vmap(PackedMatrix.dequantized)(packed.down), dense.down)
+    arrays = x, share, chosen
+    expected = reference(CONFIGS[1], *arrays, dense)
+    for form in FORMS:
+        found = jax.jit(functools.partial(form, CONFIGS[1]))(*arrays, packed)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=str(form))
+
+    def total(x: jax.Array, weights: Experts) -> jax.Array:
+        return jnp.sum(direction * experts.run_experts(CONFIGS[1], x, share, chosen, weights))
+
+    direction = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+    found, slope = jax.grad(total)(x, packed), jax.grad(total)(x, dense)
+    np.testing.assert_allclose(found, slope, rtol=1e-4, atol=1e-5 * np.abs(slope).max())
+
+
+def test_packed_experts_that_do_not_fit_are_refused() -> None:
+    form = Form(32, 4, jnp.dtype(jnp.float32), 4, 32, values="e2m1")
+    scales = np.full((E, 4, 1), 127, np.uint8).view(jnp.float8_e8m0fnu)
+    with pytest.raises(ValueError, match=r"arrays have the shapes .*\(4, 2, 16\).*expected"):
+        PackedExperts({"weight_q": np.zeros((E, 4, 2, 16), np.uint8), "scales": scales}, form)
+    with pytest.raises(ValueError, match="experts; expected one number"):
+        PackedExperts({"weight_q": np.zeros((2, 4, 1, 16), np.uint8), "scales": scales}, form)
 
 
 def test_gradients_are_those_of_all_experts() -> None:
