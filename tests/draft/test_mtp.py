@@ -87,7 +87,7 @@ def committed(state: ChainState) -> list[np.ndarray]:
 def assert_same(one: ChainState, other: ChainState) -> None:
     np.testing.assert_array_equal(one.length, other.length)
     np.testing.assert_array_equal(one.pool.length, other.pool.length)
-    np.testing.assert_array_equal(one.whole, other.intact)
+    np.testing.assert_array_equal(one.intact, other.intact)
     for a, b in zip(committed(one), committed(other), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     np.testing.assert_array_equal(one.pending, other.pending)
