@@ -212,6 +212,7 @@ def _describe(config: TargetConfig | DrafterConfig) -> Facts:
         facts["layers"] = dict(Counter(config.layers))
         facts["taps"] = list(config.taps)
         facts["tied"] = config.tied
+        facts |= _properties(config)
         facts["hidden_states"] = config.hidden_states
         if config.delta_net is not None:
             facts["delta_net"] = _delta_net(config.delta_net)
@@ -240,11 +241,37 @@ def _describe(config: TargetConfig | DrafterConfig) -> Facts:
 
 def _attention(config: AttentionConfig) -> str:
     words = [f"{config.heads} heads over {config.kv_heads} of {config.head_dim}"]
-    words.append(f"{config.rotary_dim} channels rotated")
-    words += ["gated"] * config.gated + ["head norms"] * config.qk_norm
+    words.append(f"{config.rotary_dim} channels rotated" + " in pairs" * config.interleaved)
+    words += ["gated"] * config.gated
+    words += ["norms over all heads" if config.norm_whole else "head norms"] * config.qk_norm
+    biases = "q k v".split() * config.bias + ["o"] * config.out_bias
+    words += [f"biases of {', '.join(biases)}"] * bool(biases)
+    words += ["sinks"] * config.sinks
     if config.window != FULL_ATTENTION:
         words.append(f"window {config.window}")
+    if config.softcap:
+        words.append(f"scores capped at {config.softcap:g}")
+    if abs(config.scale * config.head_dim**0.5 - 1) > 1e-6:
+        words.append(f"scores times {config.scale:.6g}")
     return ", ".join(words)
+
+
+def _properties(config: TargetConfig) -> Facts:
+    """Return the properties of a target that most targets do not have, and its embeddings."""
+    facts: Facts = {}
+    if config.rope is not None:
+        facts["rope"] = str(config.rope)
+    if config.sliding_rope is not None:
+        facts["sliding_rope"] = str(config.sliding_rope)
+    if config.norms != "pre":
+        facts["norms"] = {"post": "after each part", "both": "before and after each part"}[
+            config.norms
+        ]
+    if config.embedding_scale != 1:
+        facts["embedding_scale"] = config.embedding_scale
+    if config.softcap:
+        facts["softcap"] = config.softcap
+    return facts
 
 
 def _delta_net(config: DeltaNetConfig) -> str:
@@ -256,6 +283,7 @@ def _delta_net(config: DeltaNetConfig) -> str:
 
 def _mlp(config: MlpConfig | MoeConfig) -> str:
     if isinstance(config, MlpConfig):
-        return str(config.hidden)
+        words = [str(config.hidden)] + [config.activation] * (config.activation != "silu")
+        return ", ".join(words + ["biases"] * config.bias)
     shared = f", shared expert of {config.shared_hidden}" if config.shared_hidden else ""
     return f"{config.active} of {config.experts} experts of {config.hidden}{shared}"

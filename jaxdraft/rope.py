@@ -63,6 +63,19 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     long: bool = False
 
+    def __str__(self) -> str:
+        """Return the scheme and its numbers in words."""
+        words = [self.kind, f"base {self.theta:,.15g}"]
+        if self.kind not in ("default", "longrope"):
+            words.append(f"factor {self.factor:g}")
+        if self.original_length:
+            words.append(f"{self.original_length} positions before")
+        if self.kind == "longrope":
+            words.append(f"factors for {'long' if self.long else 'short'} texts")
+        if self.scale != 1:
+            words.append(f"tables times {self.scale:.6g}")
+        return ", ".join(words)
+
     def json(self) -> dict[str, Any]:
         """Return ``rope_parameters``."""
         parameters: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
