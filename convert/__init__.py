@@ -68,6 +68,7 @@ def load_folder(
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
     packed: bool = False,
+    context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Read an artifact or a checkpoint, whichever ``folder`` holds.
@@ -77,6 +78,7 @@ def load_folder(
       drafter: likewise.
       dtype: likewise.
       packed: likewise; an artifact's matrices alone can stay packed.
+      context_length: likewise; a checkpoint's alone can be chosen.
       progress: likewise.
 
     Raises:
@@ -88,6 +90,10 @@ def load_folder(
     if not is_checkpoint(folder):
         from convert.artifact.load import load_artifact
 
+        if context_length is not None:
+            raise ValueError(
+                f"context_length is {context_length}; an ONNX artifact has the tables of its own"
+            )
         return load_artifact(folder, packed=packed, **options)
     if packed:
         raise ValueError(
@@ -96,7 +102,7 @@ def load_folder(
         )
     from convert.checkpoint.load import load_checkpoint
 
-    return load_checkpoint(folder, **options)
+    return load_checkpoint(folder, context_length=context_length, **options)
 
 
 def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Report:

@@ -37,6 +37,7 @@ def load(
     drafter: str | Path | None = None,
     revision: str | None = None,
     kernels: str | None = None,
+    context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
@@ -66,6 +67,10 @@ def load(
         ``@``, else ``main``.
       kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
         :mod:`jaxdraft.kernels`. Default: the environment variable ``JAXDRAFT_KERNELS``, or "xla".
+      context_length: maximum length of a sequence, for which a checkpoint's rotary tables are made:
+        at most ``max_position_embeddings``, the default. LongRoPE has other factors for long texts
+        than for short ones: its default is the length that the short ones serve, and a greater
+        ``context_length`` chooses the long ones, for all positions. An artifact has its tables.
       progress: function called with (bytes done, total bytes, name of the current item).
 
     Returns:
@@ -88,7 +93,14 @@ def load(
         raise ValueError("packed and blocked are True; expected one of them at most")
     home, drafter = locate(folder, revision), locate_drafter(drafter)
     name = Path(folder).resolve().name if Path(folder).exists() else str(folder)
-    loaded = load_folder(home, drafter=drafter, dtype=dtype, packed=packed, progress=progress)
+    loaded = load_folder(
+        home,
+        drafter=drafter,
+        dtype=dtype,
+        packed=packed,
+        context_length=context_length,
+        progress=progress,
+    )
     _warn(loaded, folder)
     model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
     return choice.apply(model, kernels)

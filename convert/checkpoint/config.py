@@ -23,6 +23,7 @@ from convert.unused import (
     GENERATION_KEYS,
     Remarks,
     Tracked,
+    is_integer,
     report_generation,
 )
 from jaxdraft.checkpoint.families import FAMILIES, FULL, SLIDING, Family
@@ -73,6 +74,7 @@ def read_target(
     head_stored: bool,
     problems: Problems,
     remarks: Remarks | None = None,
+    context: int | None = None,
 ) -> TargetFacts:
     """Read a target's ``config.json``.
 
@@ -82,11 +84,12 @@ def read_target(
         where the file does not say.
       problems: where to report what does not stop the reading.
       remarks: where to report what does not stop a load.
+      context: maximum length of a sequence. Default: as the file says.
 
     Raises:
       ArtifactError: it is not a target that is implemented.
     """
-    return _Target(body, problems, remarks or Remarks()).read(head_stored)
+    return _Target(body, problems, remarks or Remarks(), context).read(head_stored)
 
 
 def _generation(body: Tracked) -> dict[str, Any]:
@@ -96,8 +99,10 @@ def _generation(body: Tracked) -> dict[str, Any]:
 
 
 class _Target:
-    def __init__(self, body: Mapping[str, Any], problems: Problems, remarks: Remarks):
-        self.problems = problems
+    def __init__(
+        self, body: Mapping[str, Any], problems: Problems, remarks: Remarks, context: int | None
+    ):
+        self.problems, self.wanted = problems, context
         name = body.get("model_type")
         self.top = ModelSection(body, CONFIG, "", problems, remarks)
         if not isinstance(name, str) or name not in FAMILIES:
@@ -150,8 +155,7 @@ class _Target:
         attention, full_rope, own_rope = self._attention(width, eps)
         if "attention" not in layers and own_rope is not None:
             full_rope = own_rope
-        if full_rope.kind == "longrope":
-            context = self._short(context, full_rope)
+        context, full_rope = self._context(context, full_rope)
         sliding = None
         if "sliding" in layers:
             sliding = dataclasses.replace(attention, window=window)
@@ -190,16 +194,28 @@ class _Target:
         value = text.body[key] if key in text else text.defaults.get(key)
         return 0.0 if value is None else shortest(text.number(key))
 
-    def _short(self, context: int, rope: Rope) -> int:
-        """Return the positions that LongRoPE's factors for short texts serve."""
-        if rope.original_length >= context:
-            return context
+    def _context(self, longest: int, rope: Rope) -> tuple[int, Rope]:
+        """Return the maximum length of a sequence, and the embedding that serves it."""
+        wanted = self.wanted
+        if wanted is not None and not (is_integer(wanted) and 1 <= wanted <= longest):
+            raise ArtifactError(
+                CONFIG,
+                self.text.at("max_position_embeddings"),
+                f"{longest}, and context_length {wanted}",
+                "a context_length of 1 up to that",
+            )
+        short = rope.original_length
+        if rope.kind != "longrope" or short >= longest:
+            return wanted or longest, rope
+        if wanted is not None and wanted > short:
+            return wanted, dataclasses.replace(rope, long=True)
         self.top.remarks.note(
             CONFIG,
-            f"rope_type is longrope: texts of up to {rope.original_length} tokens, for which there "
-            f"are other factors than for longer ones (max_position_embeddings is {context})",
+            f"rope_type is longrope: sequences end at {wanted or short} tokens, with the factors "
+            f"for texts of up to {short}; load(context_length=...) takes those for longer texts, "
+            f"of up to {longest}",
         )
-        return rope.original_length
+        return wanted or short, rope
 
     def _stop_ids(self, vocab: int) -> tuple[int, ...]:
         """Return the text model's stop ids, or else those of the whole, or else the default."""

@@ -96,7 +96,12 @@ class BlockFolder(PartFolder):
 
 
 def open_target(
-    folder: Path, files: DataFiles, remarks: Remarks, *, outline: bool = False
+    folder: Path,
+    files: DataFiles,
+    remarks: Remarks,
+    *,
+    outline: bool = False,
+    context: int | None = None,
 ) -> TargetFolder:
     """Read and check a target.
 
@@ -105,6 +110,7 @@ def open_target(
       files: where maps are kept.
       remarks: destination of what does not stop a load.
       outline: whether a description without weights is enough.
+      context: maximum length of a sequence. Default: as the file says.
 
     Raises:
       ArtifactError: with every problem found.
@@ -115,7 +121,9 @@ def open_target(
         body, names = read_json(home, CONFIG), stored_names(home) if outline else None
         tensors: Tensors = {} if outline else read_tensors(home, files, own)
         stored_head = HEAD in (names if names is not None else tensors)
-        facts = read_target(body, head_stored=stored_head, problems=problems, remarks=own)
+        facts = read_target(
+            body, head_stored=stored_head, problems=problems, remarks=own, context=context
+        )
         facts = _prefixed(facts, tensors if names is None else names)
         if facts.config.tied and stored_head:
             facts, tensors = _tied(facts, dict(tensors), own)

@@ -22,6 +22,7 @@ def load_checkpoint(
     *,
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
+    context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Read the checkpoint of a target, and of one of its drafters.
@@ -35,6 +36,7 @@ def load_checkpoint(
         one in :data:`~convert.checkpoint.folders.SHIPPED`. Default: the first kind that is there.
       dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
         stored one, for the target and for the drafter on its own.
+      context_length: maximum length of a sequence; see :func:`jaxdraft.load`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:
@@ -43,7 +45,7 @@ def load_checkpoint(
     """
     if dtype is not None:
         dtype = float_dtype(dtype)
-    plan = plan_checkpoint(Path(folder), drafter, dtype)
+    plan = plan_checkpoint(Path(folder), drafter, dtype, context_length=context_length)
     try:
         plan.problems.raise_any()
         return _build(plan, progress)

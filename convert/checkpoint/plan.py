@@ -72,6 +72,7 @@ def plan_checkpoint(
     dtype: DTypeLike | None = None,
     *,
     numbers: bool = True,
+    context_length: int | None = None,
 ) -> CheckpointPlan:
     """Read configurations and headers, for loading and for reports, which judge by the same rules.
 
@@ -79,13 +80,16 @@ def plan_checkpoint(
       folder, drafter, dtype: as in :func:`~convert.checkpoint.load.load_checkpoint`.
       numbers: compare what a drafter stores a second time with the target's own, for which both are
         read. Without, a target that is only described is enough.
+      context_length: as in :func:`~convert.checkpoint.load.load_checkpoint`.
 
     Raises:
       ValueError: there is no such drafter.
     """
     plan = CheckpointPlan(folder, Problems(), DataFiles(folder))
     try:
-        target = plan.target = open_target(folder, plan.files, plan.remarks, outline=not numbers)
+        target = plan.target = open_target(
+            folder, plan.files, plan.remarks, outline=not numbers, context=context_length
+        )
         plan.config = target.facts.config
         found = find_drafters(folder, target)
         plan.drafters = tuple(found)
