@@ -170,6 +170,11 @@ def folders() -> tuple[DrafterKind, ...]:
     return tuple(name for name, kind in KINDS.items() if not kind.inside)
 
 
+def inside() -> tuple[DrafterKind, ...]:
+    """Return the kinds that lie in the target's files, described by the target's configuration."""
+    return tuple(name for name, kind in KINDS.items() if kind.inside)
+
+
 def blocks() -> dict[str, Block]:
     """Return the kinds of block drafters."""
     return {name: kind.block for name, kind in KINDS.items() if kind.block is not None}

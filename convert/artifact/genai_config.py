@@ -25,7 +25,7 @@ from convert.unused import (
     report_tokenizer,
 )
 from jaxdraft.config import FULL_ATTENTION, DrafterKind
-from jaxdraft.kinds import KINDS, block_of
+from jaxdraft.kinds import KINDS, block_of, blocks, inside
 
 CONFIG = GENAI_CONFIG
 
@@ -75,7 +75,7 @@ _BLOCK_INPUTS = {
     "past_value_names",
 }
 _BLOCK_OUTPUTS = {"candidate_ids", "scores", "present_key_names", "present_value_names"}
-_MTP_INPUTS = {
+_HEAD_INPUTS = {
     "input_ids",
     "hidden_states",
     "attention_mask",
@@ -87,7 +87,7 @@ _MTP_INPUTS = {
     "past_sequence_lengths",
     "attention_metadata",
 }
-_MTP_OUTPUTS = {"logits", "hidden_states", "present_key_names", "present_value_names"}
+_HEAD_OUTPUTS = {"logits", "hidden_states", "present_key_names", "present_value_names"}
 
 _COMMON_KEYS = {
     "filename",
@@ -108,8 +108,8 @@ _BLOCK_KEYS = _COMMON_KEYS | {
     "main_aux_hidden_states",
     "aux_hidden_state_layers",
 }
-_MTP_KEYS = _COMMON_KEYS | {"enabled", "main_hidden_states"}
-_MISPLACED = (_BLOCK_KEYS | _MTP_KEYS) - _COMMON_KEYS - {"block_size", "sliding_window"}
+_HEAD_KEYS = _COMMON_KEYS | {"enabled", "main_hidden_states"}
+_MISPLACED = (_BLOCK_KEYS | _HEAD_KEYS) - _COMMON_KEYS - {"block_size", "sliding_window"}
 """Keys that mean something in a drafter's section only; ``block_size`` is also a page size and
 ``sliding_window`` also a decoder's."""
 
@@ -141,7 +141,8 @@ _SLIDING_KEYS = {
     "layers",
     "cache_slack",
 }
-_KINDS: tuple[DrafterKind, ...] = tuple(KINDS)
+_KINDS = tuple(kind for kind in KINDS if kind in blocks() or kind in inside())
+"""Kinds of drafters that an artifact may have: blocks, and heads in the target's section."""
 _OTHER_MODELS = ("encoder", "vision", "speech", "embedding", "encoder_decoder_init")
 
 
@@ -337,17 +338,16 @@ class _Reader:
 
     def drafter(self, model: Section, vocab: int, decoder: DecoderSection) -> DrafterSection | None:
         sections = {kind: model.section(kind) for kind in _KINDS if kind in model}
-        mtp = sections.get("mtp")
-        if mtp is not None and not mtp.boolean("enabled"):
-            # Switched off, it is not read; but a setting that is not known is still named.
-            mtp.known(_MTP_KEYS)
-            del sections["mtp"]
+        for kind in inside():
+            if kind in sections and not sections[kind].boolean("enabled"):
+                # A head that is switched off is not read, but its unknown keys are reported.
+                sections.pop(kind).known(_HEAD_KEYS)
         if len(sections) > 1:
             found = " and ".join(f"{kind} section" for kind in sections)
             raise ArtifactError(CONFIG, "model", found, "one drafter")
         for kind, section in sections.items():
-            if kind == "mtp":
-                return self.mtp(section, decoder)
+            if kind in inside():
+                return self.head(kind, section, decoder)
             return self.block(kind, section, vocab, decoder)
         return None
 
@@ -399,18 +399,18 @@ class _Reader:
         )
         return block, drafts
 
-    def mtp(self, section: Section, decoder: DecoderSection) -> DrafterSection:
-        section.known(_MTP_KEYS)
-        inputs = _names(section, "inputs", _MTP_INPUTS)
-        outputs = _names(section, "outputs", _MTP_OUTPUTS)
+    def head(self, kind: DrafterKind, section: Section, decoder: DecoderSection) -> DrafterSection:
+        section.known(_HEAD_KEYS)
+        inputs = _names(section, "inputs", _HEAD_INPUTS)
+        outputs = _names(section, "outputs", _HEAD_OUTPUTS)
         needed = ("input_ids", "hidden_states", "past_key_names", "past_value_names")
         _require(section, "inputs", inputs, needed)
-        _require(section, "outputs", outputs, sorted(_MTP_OUTPUTS))
+        _require(section, "outputs", outputs, sorted(_HEAD_OUTPUTS))
         _distinct(section, inputs, outputs)
         main = section.string("main_hidden_states")
         self.main_output(section, "main_hidden_states", main, decoder, "hidden_states")
         return DrafterSection(
-            kind="mtp",
+            kind=kind,
             **self.common(section),
             inputs=inputs,
             outputs=outputs,

@@ -19,6 +19,7 @@ from convert.report import (
 )
 from convert.tensors import FLOATS
 from jaxdraft.config import BlockDrafterConfig, MtpConfig, TargetConfig
+from jaxdraft.kinds import KINDS
 
 
 def inspect_artifact(folder: str | Path, drafter: str | Path | None = None) -> Report:
@@ -70,7 +71,7 @@ def _drafter_report(plan: Plan, drafter: DrafterPlan | None) -> PartReport | Non
         section.kind,
         drafter.config if drafter else None,
         drafter.dtype if drafter else None,
-        (plan.target.layout if plan.target else None) if section.kind == "mtp" else "paged",
+        (plan.target.layout if plan.target else None) if KINDS[section.kind].inside else "paged",
         recipe_bytes(drafter.recipes) if drafter else 0,
         plan.drafter_shell,
     )

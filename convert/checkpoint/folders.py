@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -230,15 +230,16 @@ def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]
 
 def choose_drafter(
     drafter: str | Path | None, folder: Path, found: Mapping[DrafterKind, Path]
-) -> Path | Literal["mtp"] | None:
-    """Return the folder of a block drafter, or "mtp", or None."""
+) -> Path | DrafterKind | None:
+    """Return the folder of a drafter, the kind of one in the target's files, or None."""
     if drafter is None:
         drafter = next(iter(found), "none")
     if isinstance(drafter, str):
         if drafter == "none":
             return None
         if drafter in found:
-            return "mtp" if drafter == "mtp" else found[drafter]
+            kind = next(kind for kind in found if kind == drafter)
+            return kind if KINDS[kind].inside else found[kind]
         drafter = SHIPPED.get(drafter, drafter)
     if (Path(drafter) / CONFIG).is_file():
         return Path(drafter)

@@ -37,7 +37,7 @@ def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) ->
     drafter_report = None
     if plan.block is not None:
         drafter_report = _stored_part(plan, "drafter", plan.block, plan.block.tensors.values())
-    elif target is not None and plan.kind == "mtp":
+    elif target is not None and plan.inside:
         head = [tensor for name, tensor in target.tensors.items() if name.startswith(MTP)]
         drafter_report = _stored_part(plan, "drafter", target, head)
     target_report = None
@@ -68,7 +68,7 @@ def _stored_part(
     assert plan.target is not None
     kind = plan.target.facts.family.model_type if part == "target" else plan.kind
     assert kind is not None
-    layout = plan.target.head if part == "drafter" and plan.kind == "mtp" else home.layout
+    layout = plan.target.head if part == "drafter" and plan.inside else home.layout
     computed = sum(
         shell.wanted[path].size * shell.wanted[path].dtype.itemsize
         for path, recipe in shell.recipes.items()

@@ -59,11 +59,16 @@ class CheckpointPlan:
     dtypes: dict[str, jnp.dtype] = dataclasses.field(default_factory=dict)
 
     @property
+    def inside(self) -> bool:
+        """Whether the chosen drafter lies in the target's files."""
+        return self.kind is not None and KINDS[self.kind].inside
+
+    @property
     def drafter(self) -> DrafterConfig | None:
         """The chosen drafter's description."""
         if self.block is not None:
             return self.block.facts.config
-        return self.target.facts.mtp if self.kind == "mtp" and self.target is not None else None
+        return self.target.facts.mtp if self.inside and self.target is not None else None
 
 
 def plan_checkpoint(
@@ -94,14 +99,13 @@ def plan_checkpoint(
         found = find_drafters(folder, target)
         plan.drafters = tuple(found)
         chosen = choose_drafter(drafter, folder, found)
-        if chosen == "mtp":
-            target = plan.target = with_head(target, folder)
-            plan.kind = "mtp"
-            plan.config = dataclasses.replace(plan.config, hidden_states=True)
-        elif isinstance(chosen, Path):
+        if isinstance(chosen, Path):
             plan.block = open_block(chosen, folder, target, plan.files, numbers, plan.remarks)
             plan.kind = plan.block.facts.config.kind
             plan.config = dataclasses.replace(plan.config, taps=plan.block.facts.taps)
+        elif chosen is not None:
+            plan.kind, plan.target = chosen, with_head(target, folder)
+            plan.config = dataclasses.replace(plan.config, hidden_states=True)
     except ArtifactError as error:
         plan.problems.extend(error.problems)
     if plan.target is not None:
@@ -129,11 +133,11 @@ def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | N
         plan.shells["drafter"] = make_shell(
             module, described, plan.block.layout, plan.block.tensors, own, compute, file
         )
-    elif plan.kind == "mtp":
-        assert facts.mtp is not None
+    elif plan.inside:
+        assert plan.kind is not None and facts.mtp is not None
         plan.dtypes["drafter"] = compute
         plan.shells["drafter"] = make_shell(
-            KINDS["mtp"].module, facts.mtp, target.head, target.tensors, tables, compute, file
+            KINDS[plan.kind].module, facts.mtp, target.head, target.tensors, tables, compute, file
         )
 
 
