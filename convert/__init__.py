@@ -77,7 +77,7 @@ def load_folder(
       folder: as in :func:`jaxdraft.load`.
       drafter: likewise.
       dtype: likewise.
-      packed: likewise; an artifact's matrices alone can stay packed.
+      packed: likewise.
       context_length: likewise; a checkpoint's alone can be chosen.
       progress: likewise.
 
@@ -86,7 +86,7 @@ def load_folder(
       FileNotFoundError: there is no such folder.
       ValueError: an argument that this kind of folder has no use for.
     """
-    options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, progress=progress)
+    options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, packed=packed, progress=progress)
     if not is_checkpoint(folder):
         from convert.artifact.load import load_artifact
 
@@ -94,12 +94,7 @@ def load_folder(
             raise ValueError(
                 f"context_length is {context_length}; an ONNX artifact has the tables of its own"
             )
-        return load_artifact(folder, packed=packed, **options)
-    if packed:
-        raise ValueError(
-            "packed is True; only the matrices of an ONNX artifact stay packed, a checkpoint's "
-            "become floats"
-        )
+        return load_artifact(folder, **options)
     from convert.checkpoint.load import load_checkpoint
 
     return load_checkpoint(folder, context_length=context_length, **options)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from convert.build import Shell
 from convert.errors import ArtifactError
-from convert.tensors import Tensor, type_name
+from convert.tensors import Tensor
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -139,7 +139,7 @@ def files_of(folder: Path) -> dict[str, int]:
 def bytes_by_type(tensors: Iterable[Tensor]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for tensor in tensors:
-        found[type_name(tensor.data_type)] += tensor.nbytes
+        found[tensor.type_name] += tensor.nbytes
     return dict(found)
 
 

@@ -17,7 +17,7 @@ Array = np.ndarray
 
 FLOAT, UINT8, INT8, INT32, INT64, BOOL = 1, 2, 3, 6, 7, 9
 
-FLOAT16, BFLOAT16, UINT4, INT4 = 10, 16, 21, 22
+FLOAT16, BFLOAT16, FLOAT8, UINT4, INT4 = 10, 16, 17, 21, 22
 
 TYPES = {
     FLOAT: "FLOAT",
@@ -36,7 +36,7 @@ TYPES = {
     14: "COMPLEX64",
     15: "COMPLEX128",
     BFLOAT16: "BFLOAT16",
-    17: "FLOAT8E4M3FN",
+    FLOAT8: "FLOAT8E4M3FN",
     18: "FLOAT8E4M3FNUZ",
     19: "FLOAT8E5M2",
     20: "FLOAT8E5M2FNUZ",
@@ -61,8 +61,13 @@ DTYPES: dict[int, np.dtype] = {
     INT64: np.dtype(np.int64),
 }
 
-_STORED = {**DTYPES, INT8: np.dtype(np.int8), BOOL: np.dtype(np.bool_)}
-"""What a tensor can be; int8 and booleans in checkpoints alone."""
+_STORED = {
+    **DTYPES,
+    INT8: np.dtype(np.int8),
+    BOOL: np.dtype(np.bool_),
+    FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""What a tensor can be; int8, booleans and float8 in checkpoints alone."""
 
 NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
 
@@ -165,6 +170,11 @@ class Tensor:
     place: Place | None  # None: inline
     inline: Array | None  # decoded values, when inline
     files: DataFiles
+
+    @property
+    def type_name(self) -> str:
+        """Name of the type, for reports and messages."""
+        return type_name(self.data_type)
 
     @property
     def nbytes(self) -> int:

@@ -133,6 +133,10 @@ def _table(*groups: tuple[str, str]) -> dict[str, str]:
 
 
 _TRAINING = "matters in training alone"
+_ACTIVATIONS = (
+    "activations, keys and values stay floats: rounding them speeds up kernels that are not here, "
+    "and the weights are the same without"
+)
 _LABEL = "a name or a version, for people and other programs"
 _CALL = "a choice of each call of transformers, not of the model"
 _CLASSIFIER = "for heads that classify, which are not here"
@@ -193,8 +197,26 @@ DRAFTER_KEYS = {
 
 QUANTIZATION_KEYS = _table(
     (_LABEL, "quantization_status version quant_method_version"),
-    ("how scales were found; they are stored", "observer observer_kwargs"),
-    ("the tensors show which matrices are in few bits", "targets ignore"),
+    (
+        "how scales and zero points were found; they are stored",
+        "observer observer_kwargs damp_percent damp_auto_increment static_groups sym"
+        " true_sequential mse act_group_aware desc_act",
+    ),
+    (
+        "the tensors show which matrices are in few bits",
+        "targets ignore ignored_layers modules_to_not_convert lm_head",
+    ),
+    (_ACTIVATIONS, "input_activations output_activations kv_cache_scheme activation_scheme"),
+    (
+        "which kernels of other programs run",
+        "backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config use_exllama"
+        " max_input_length use_cuda_fp16 module_name_preceding_first_block offload_to_disk",
+    ),
+    (
+        "where and by what the file was made",
+        "model_file_base_name model_name_or_path dataset tokenizer quantizer meta"
+        " block_name_to_quantize dequantize run_compressed",
+    ),
     ("a measure of the file", "global_compression_ratio"),
 )
 """Keys of ``quantization_config`` that change no number."""
@@ -354,6 +376,7 @@ _BUFFERS = (
     (r"\.rotary_emb\.(cos|sin)_cached$", "rotary tables are made from config.json"),
     (r"(^|\.)(attn|attention|self_attn)\.masked_bias$", "a constant of masks"),
     (r"(^|\.)position_ids$", "a count from zero"),
+    (r"\.(input|output|activation|k|v|q)_(scale|zero_point|global_scale)$", _ACTIVATIONS),
 )
 _MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
 

@@ -52,9 +52,10 @@ def load(
         :func:`jaxdraft.checkpoint.save`. A name like ``"Qwen/Qwen3-4B"`` that is nothing local is
         a repository of the Hugging Face hub; see :func:`locate`.
       dtype: type of the weights and activations. Default: the artifact's own.
-      packed: whether to keep the matrices of MatMulNBits packed and dequantize them inside
-        every product, to the same numbers. Head, embedding and experts are always dequantized on
-        load, and so is every matrix of a checkpoint.
+      packed: whether to keep quantized matrices packed and dequantize them inside every product,
+        to the same numbers; see :mod:`jaxdraft.nn.packed`. Of a checkpoint, head and embedding stay
+        packed, too, where the files quantize them. Experts are dequantized on load, and of an
+        artifact head and embedding.
       blocked: whether to keep the target's matrices in blocks, too, which takes twice the memory.
         On CPUs it makes windows of two to six rows (one request with one to five drafts) cheaper:
         up to five rows cost little more than one. See

@@ -13,7 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from convert.checkpoint.section import PLAIN_ROPE, ModelSection, Quantized
+from convert.checkpoint.quantization import Quantized
+from convert.checkpoint.section import PLAIN_ROPE, ModelSection
 from convert.errors import Problems
 from convert.paths import CONFIG
 from convert.recipes import shortest

@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.checkpoint.section import MROPE, PLAIN_ROPE, ModelSection, Quantized
+from convert.checkpoint.quantization import Quantized
+from convert.checkpoint.section import MROPE, PLAIN_ROPE, ModelSection
 from convert.errors import ArtifactError, Problems
 from convert.paths import CONFIG
 from convert.recipes import shortest

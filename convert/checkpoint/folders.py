@@ -41,6 +41,7 @@ from jaxdraft.checkpoint.layout import (
     block_layout,
     eagle3_layout,
     mtp_layout,
+    packed_of,
     target_layout,
 )
 from jaxdraft.config import DrafterKind
@@ -54,6 +55,9 @@ _HEADS: Mapping[DrafterKind, str] = {
     name: kind.block.head for name, kind in KINDS.items() if kind.block is not None
 }
 """What the names of the tensors begin with that only this kind of drafter has."""
+
+_HEAD_NAMES = {HEAD, packed_of(HEAD), "lm_head.qweight"}
+"""Tensors of which one is there if a target has a head of its own."""
 
 SHIPPED = {"smollm2": SMOLLM2_DRAFTER}
 """Drafters that come with the package, for targets that do not."""
@@ -120,12 +124,12 @@ def open_target(
         outline = outline and is_outline(home)
         body, names = read_json(home, CONFIG), stored_names(home) if outline else None
         tensors: Tensors = {} if outline else read_tensors(home, files, own)
-        stored_head = HEAD in (names if names is not None else tensors)
+        stored_head = not _HEAD_NAMES.isdisjoint(names if names is not None else tensors)
         facts = read_target(
             body, head_stored=stored_head, problems=problems, remarks=own, context=context
         )
         facts = _prefixed(facts, tensors if names is None else names)
-        if facts.config.tied and stored_head:
+        if facts.config.tied and HEAD in tensors:
             facts, tensors = _tied(facts, dict(tensors), own)
         stop_ids = _stop_ids(home, facts, own)
         layout = target_layout(facts.config, facts.family)

@@ -23,6 +23,7 @@ def load_checkpoint(
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
     context_length: int | None = None,
+    packed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Read the checkpoint of a target, and of one of its drafters.
@@ -37,6 +38,7 @@ def load_checkpoint(
       dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
         stored one, for the target and for the drafter on its own.
       context_length: maximum length of a sequence; see :func:`jaxdraft.load`.
+      packed: keep quantized matrices packed in memory; see :func:`convert.packed.pack`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:
@@ -45,7 +47,9 @@ def load_checkpoint(
     """
     if dtype is not None:
         dtype = float_dtype(dtype)
-    plan = plan_checkpoint(Path(folder), drafter, dtype, context_length=context_length)
+    plan = plan_checkpoint(
+        Path(folder), drafter, dtype, context_length=context_length, packed=packed
+    )
     try:
         plan.problems.raise_any()
         return _build(plan, progress)

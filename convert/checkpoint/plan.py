@@ -78,6 +78,7 @@ def plan_checkpoint(
     *,
     numbers: bool = True,
     context_length: int | None = None,
+    packed: bool = False,
 ) -> CheckpointPlan:
     """Read configurations and headers, for loading and for reports, which judge by the same rules.
 
@@ -86,6 +87,7 @@ def plan_checkpoint(
       numbers: compare what a drafter stores a second time with the target's own, for which both are
         read. Without, a target that is only described is enough.
       context_length: as in :func:`~convert.checkpoint.load.load_checkpoint`.
+      packed: keep quantized matrices packed.
 
     Raises:
       ValueError: there is no such drafter.
@@ -109,11 +111,13 @@ def plan_checkpoint(
     except ArtifactError as error:
         plan.problems.extend(error.problems)
     if plan.target is not None:
-        _add_shells(plan, plan.target, dtype)
+        _add_shells(plan, plan.target, dtype, packed)
     return plan
 
 
-def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None) -> None:
+def _add_shells(
+    plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None, packed: bool
+) -> None:
     facts, config = target.facts, plan.config
     assert config is not None
     tables = {name: functools.partial(_target_tables, config, name) for name in ROTARY}
@@ -121,7 +125,15 @@ def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | N
     file, compute = weights_file(target.folder), target.dtype(dtype)
     plan.dtypes["target"] = compute
     plan.shells["target"] = make_shell(
-        Decoder, config, target.layout, target.tensors, tables, compute, file
+        Decoder,
+        config,
+        target.layout,
+        target.tensors,
+        tables,
+        compute,
+        file,
+        facts.quantized,
+        packed,
     )
     if plan.block is not None:
         described, rope = plan.block.facts.config, plan.block.facts.rope
@@ -131,13 +143,29 @@ def _add_shells(plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | N
         module = KINDS[described.kind].module
         plan.dtypes["drafter"] = compute
         plan.shells["drafter"] = make_shell(
-            module, described, plan.block.layout, plan.block.tensors, own, compute, file
+            module,
+            described,
+            plan.block.layout,
+            plan.block.tensors,
+            own,
+            compute,
+            file,
+            plan.block.facts.quantized,
+            packed,
         )
     elif plan.inside:
         assert plan.kind is not None and facts.mtp is not None
         plan.dtypes["drafter"] = compute
         plan.shells["drafter"] = make_shell(
-            KINDS[plan.kind].module, facts.mtp, target.head, target.tensors, tables, compute, file
+            KINDS[plan.kind].module,
+            facts.mtp,
+            target.head,
+            target.tensors,
+            tables,
+            compute,
+            file,
+            facts.quantized,
+            packed,
         )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from convert.checkpoint.quantization import Quantized, read_quantization
 from convert.json_reader import Section
-from convert.unused import (
-    QUANTIZATION_KEYS,
-    shown,
-)
+from convert.unused import shown
 from jaxdraft.checkpoint.forms import DTYPES
 from jaxdraft.rope import Rope
 
@@ -34,19 +31,6 @@ _ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 _OLDER = {"su": "longrope"}
 """Older names of schemes."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized:
-    """How matrices are stored in few bits.
-
-    Attributes:
-      bits: 8 or 4.
-      group: inputs that share a scale; None: those of a row, or all.
-    """
-
-    bits: int
-    group: int | None
 
 
 class ModelSection(Section):
@@ -131,36 +115,7 @@ class ModelSection(Section):
         return tuple(map(float, values))
 
     def quantized(self) -> Quantized | None:
-        """How matrices are stored in few bits: of compressed-tensors' ways, two are implemented."""
+        """How matrices are stored in few bits, or None."""
         if self.body.get("quantization_config") is None:
             return None
-        quantized = self.section("quantization_config")
-        quantized.only("quant_method", "compressed-tensors")
-        quantized.only("format", "int-quantized", "pack-quantized")
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            quantized.only(key, {} if key != "kv_cache_scheme" else None)
-        bits = 4 if quantized.body.get("format") == "pack-quantized" else 8
-        groups = quantized.section("config_groups")
-        sizes: dict[int | None, None] = {}
-        for name in groups.body:
-            group = groups.section(name)
-            group.only("input_activations", None)
-            group.only("output_activations", None)
-            weights = group.section("weights")
-            weights.only("num_bits", bits)
-            weights.only("type", "int")
-            weights.only("symmetric", True)
-            weights.only("dynamic", False)
-            weights.only("actorder", None, "static", "weight")  # "group" permutes the inputs
-            weights.only("strategy", "channel", "tensor" if bits == 8 else "group")
-            weights.only("block_structure")
-            grouped = weights.body.get("strategy") == "group"
-            sizes[weights.integer("group_size") if grouped else None] = None
-            weights.inert("group_size", "scale_dtype", "zp_dtype")  # the stored tensors decide
-            group.only("format", quantized.body.get("format"))
-            group.report_unread(QUANTIZATION_KEYS)
-            weights.report_unread(QUANTIZATION_KEYS)
-        quantized.report_unread(QUANTIZATION_KEYS)
-        if len(sizes) > 1:
-            raise groups.fail("group_size", f"the same everywhere, not {list(sizes)}")
-        return Quantized(bits=bits, group=next(iter(sizes), None))
+        return read_quantization(self.section("quantization_config"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -11,22 +10,25 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from convert.build import Shell, abstract, check, split
-from convert.checkpoint.section import Quantized
-from convert.errors import Problems
-from convert.paths import CONFIG
-from convert.recipes import Decoded, Dense, Made, Piece, Plain, Recipe, Recipes, convert_into
-from convert.tensors import FLOATS, INT8, INT32, INT64, Array, Tensor, type_name
-from convert.unused import Remarks, unused_tensor
-from jaxdraft.checkpoint.forms import Form, from_int4, from_int8, unpack_int4
-from jaxdraft.checkpoint.layout import (
-    ROTARY,
-    Entry,
-    StoredTensor,
-    is_matrix,
-    packed_of,
-    scales_of,
-    shape_of,
+from convert.checkpoint.packings import (
+    Expected,
+    companions,
+    expected,
+    groups_of,
+    is_quantized,
+    optional,
+    source,
 )
+from convert.checkpoint.quantization import Quantized, Scheme
+from convert.errors import Problems
+from convert.packed import Quantized as QuantizedPiece
+from convert.packed import QuantizedTensor, pack
+from convert.paths import CONFIG
+from convert.recipes import Decoded, Dense, Made, Piece, Plain, Recipe, Recipes
+from convert.tensors import FLOATS, INT32, INT64, Array, Tensor, type_name
+from convert.unused import Remarks, unused_tensor
+from jaxdraft.checkpoint.forms import Form
+from jaxdraft.checkpoint.layout import ROTARY, Entry, StoredTensor, shape_of
 from jaxdraft.config import DrafterConfig, TargetConfig
 
 HEAD = "lm_head.weight"
@@ -42,52 +44,39 @@ Tensors = Mapping[str, Tensor]
 Tables = Callable[[], tuple[Array, Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What a tensor has to be."""
+def stores(
+    name: str, shape: tuple[int, ...], tensors: Tensors, quantized: Quantized | None
+) -> bool:
+    """Return whether a matrix is there, as floats or quantized."""
+    return name in tensors or _scheme(name, shape, tensors, quantized) is not None
 
-    shapes: tuple[tuple[int, ...], ...]
-    types: Collection[int]
-    wanted: str
 
-    @classmethod
-    def of(cls, *shape: int, types: Collection[int] = FLOATS, note: str = "") -> Expected:
-        return cls((shape,), types, f"shape {list(shape)}{note}")
+def _scheme(
+    name: str, shape: tuple[int, ...], tensors: Tensors, quantized: Quantized | None
+) -> Scheme | None:
+    """Return how a matrix is quantized: some of its quantized tensors are present."""
+    if quantized is None or len(shape) != 2 or not name.endswith(".weight"):
+        return None
+    scheme = quantized.scheme(name)
+    return scheme if is_quantized(scheme, name, tensors) else None
 
 
 def _expected(
     layout: Sequence[Entry], tensors: Tensors, quantized: Quantized | None
 ) -> dict[str, Expected]:
-    """Return the tensors that a layout requires, by name.
-
-    A matrix is quantized if some of its quantized tensors are present.
-    """
+    """Return the tensors that a layout requires, by name."""
     found: dict[str, Expected] = {}
     for entry in layout:
-        bits = quantized.bits if quantized is not None and is_matrix(entry) else None
         for part in entry.tensors:
-            name, shape = part.name, part.shape
-            packed, scales, sizes = packed_of(name), scales_of(name), shape_of(name)
-            int8 = name in tensors and tensors[name].data_type == INT8
-            if bits == 8 and (int8 or scales in tensors):
-                rows = shape[0]
-                forms = (rows, 1), (rows,), (1,), ()
-                wanted = f"shape [{rows}, 1], a scale a row, or [1], one for all"
-                found[name] = Expected.of(*shape, types=(INT8,))
-                found[scales] = Expected(forms, FLOATS, wanted)
-            elif bits == 4 and {packed, scales, sizes} & tensors.keys():
-                assert quantized is not None
-                rows, columns = shape
-                size = quantized.group or columns
-                note = f", eight of a row's {columns} numbers in one"
-                found[packed] = Expected.of(rows, -(-columns // 8), types=(INT32,), note=note)
-                found[scales] = Expected.of(rows, columns // size, note=f", a scale for {size}")
-                if columns % size:
-                    found[scales] = Expected((), (), f"groups of {size} that make {columns} inputs")
-                found[sizes] = Expected.of(2, types=(INT64,))
-            else:
+            scheme = _scheme(part.name, part.shape, tensors, quantized)
+            if scheme is None:
                 types = INTEGERS.get(entry.form, FLOATS)
-                found[name] = Expected.of(*shape, types=types)
+                found[part.name] = Expected.of(*part.shape, types=types)
+                continue
+            found |= expected(scheme, part.name, part.shape)
+            columns = part.shape[1]
+            for name in optional(scheme, part.name) & tensors.keys():
+                found[name] = Expected.of(columns, types=(INT32,))
     return found
 
 
@@ -111,31 +100,48 @@ def check_tensors(
       quantized: how matrices may be stored in few bits.
       remarks: destination of what does not stop a load.
     """
-    expected = _expected(layout, tensors, quantized)
+    wanted = _expected(layout, tensors, quantized)
     found = Problems()
-    for name, each in expected.items():
+    for name, each in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
             found.report(file, f"tensor {name}", "nothing", each.wanted)
         elif tensor.shape not in each.shapes:
             shape = f"shape {list(tensor.shape)}"
             found.report(tensor.file, f"tensor {name}", shape, each.wanted)
-        elif tensor.data_type not in each.types:
+        elif tensor.data_type not in each.types and not isinstance(tensor, QuantizedTensor):
             _report_type(found, tensor, each.types)
-    for part in (part for entry in layout for part in entry.tensors):
-        sizes = shape_of(part.name)
-        if sizes in expected and sizes in tensors and tensors[sizes].shape == (2,):
-            stated = tuple(tensors[sizes].read().tolist())
-            if stated != part.shape:
-                where = f"tensor {sizes}"
-                found.report(tensors[sizes].file, where, f"{list(stated)}", f"{list(part.shape)}")
-    _check_others(expected, tensors, aside, found, remarks or Remarks())
+    if quantized is not None and not found:
+        for part in (part for entry in layout for part in entry.tensors):
+            _check_numbers(part, tensors, quantized, found)
+    _check_others(layout, wanted, tensors, aside, found, remarks or Remarks())
     problems += found[:_NAMED]
     if len(found) > _NAMED:  # of another architecture, and one line a tensor tells no more
         problems.report(file, "tensors", f"{len(found) - _NAMED} more problems", "none")
 
 
+def _check_numbers(
+    part: StoredTensor, tensors: Tensors, quantized: Quantized, problems: Problems
+) -> None:
+    """Check the small tensors that describe a quantized matrix: its shape, and groups of inputs."""
+    scheme = _scheme(part.name, part.shape, tensors, quantized)
+    if scheme is None:
+        return
+    sizes = tensors.get(shape_of(part.name))
+    if sizes is not None:
+        found = sizes.read().tolist()
+        if found != list(part.shape):
+            problems.report(sizes.file, f"tensor {sizes.name}", f"{found}", f"{list(part.shape)}")
+    groups = groups_of(scheme, part.name, tensors)
+    count = -(-part.shape[1] // (scheme.group or part.shape[1]))
+    if groups is not None and not (0 <= groups.min() and groups.max() < count):
+        tensor = tensors[companions(scheme, part.name)["groups"]]
+        found = f"groups {groups.min()}..{groups.max()}"
+        problems.report(tensor.file, f"tensor {tensor.name}", found, f"0..{count - 1}")
+
+
 def _check_others(
+    layout: Sequence[Entry],
     expected: Mapping[str, Expected],
     tensors: Tensors,
     aside: tuple[str, ...],
@@ -143,13 +149,19 @@ def _check_others(
     remarks: Remarks,
 ) -> None:
     """Note unused tensors that are constants or zeros, and report all others."""
+    heights = {
+        part.name: part.shape[0]
+        for entry in layout
+        for part in entry.tensors
+        if len(part.shape) == 2
+    }
     hints = {HEAD: f" ({CONFIG} says tie_word_embeddings)"}
     for name in sorted(tensors.keys() - expected.keys()):
         tensor = tensors[name]
         if name.startswith(aside):
             continue
         reason = unused_tensor(name, tensor.shape)
-        if reason is None and _zero_bias(tensor, expected):
+        if reason is None and _zero_bias(tensor, heights):
             reason = "a bias of zeros"
         if reason is not None:
             remarks.note(tensor.file, f"tensor {name} is not read: {reason}")
@@ -159,69 +171,29 @@ def _check_others(
         problems.report(tensor.file, f"tensor {name}", shape, wanted)
 
 
-def _zero_bias(tensor: Tensor, expected: Mapping[str, Expected]) -> bool:
-    """Return whether a tensor is an all-zero bias of one of the expected matrices."""
+def _zero_bias(tensor: Tensor, heights: Mapping[str, int]) -> bool:
+    """Return whether a tensor is an all-zero bias of a matrix, whose rows are given by name."""
     stem, dot, last = tensor.name.rpartition(".")
     if not dot or last != "bias" or tensor.data_type not in FLOATS:
         return False
-    weights = f"{stem}.weight"
-    matrix = expected.get(weights) or expected.get(packed_of(weights))
-    if matrix is None or tensor.shape != matrix.shapes[0][:1]:
+    if tensor.shape != (heights.get(f"{stem}.weight"),):
         return False
     return not np.any(tensor.read())
 
 
 def _report_type(problems: Problems, tensor: Tensor, types: Collection[int]) -> None:
     expected = " or ".join(type_name(each) for each in types)
-    found = type_name(tensor.data_type)
+    found = tensor.type_name
     problems.report(tensor.file, f"tensor {tensor.name}", found, expected)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """A matrix in eight bits; see :func:`jaxdraft.checkpoint.forms.from_int8`."""
-
-    values: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values, self.scales)
-
-    def write(self, out: Array) -> None:
-        convert_into(out, from_int8(self.values.read(), self.scales.read()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """A matrix in four bits; see :func:`jaxdraft.checkpoint.forms.from_int4`."""
-
-    shape: tuple[int, ...]
-    values: Tensor
-    scales: Tensor
-    sizes: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values, self.scales, self.sizes)
-
-    def write(self, out: Array) -> None:
-        values = unpack_int4(self.values.read(), self.shape[1])
-        convert_into(out, from_int4(values, self.scales.read()))
-
-
-def _piece(part: StoredTensor, form: Form, tensors: Tensors) -> Piece:
-    name = part.name
-    if name not in tensors:
-        packed, scales, sizes = (of(name) for of in (packed_of, scales_of, shape_of))
-        return Packed(part.shape, tensors[packed], tensors[scales], tensors[sizes])
-    tensor = tensors[name]
-    if tensor.data_type == INT8:
-        return Scaled(tensor, tensors[scales_of(name)])
+def _piece(part: StoredTensor, form: Form, tensors: Tensors, quantized: Quantized | None) -> Piece:
+    scheme = _scheme(part.name, part.shape, tensors, quantized)
+    if scheme is not None:
+        return QuantizedPiece(source(scheme, part.name, part.shape, tensors))
+    tensor = tensors[part.name]
+    if isinstance(tensor, QuantizedTensor):
+        return QuantizedPiece(tensor.source())
     if form is not Form.PLAIN:
         return Decoded(tensor, form)
     # A matrix lets go of its pages while it is copied; see Dense.
@@ -241,13 +213,17 @@ def make_shell(
     tables: Mapping[str, Tables],
     dtype: DTypeLike,
     file: str,
+    quantized: Quantized | None = None,
+    packed: bool = False,
 ) -> Shell:
     """Return the module without numbers, and the recipe of each parameter.
 
     ``tables`` makes the cosines and sines of each module that
-    :data:`~jaxdraft.checkpoint.layout.ROTARY` names.
+    :data:`~jaxdraft.checkpoint.layout.ROTARY` names. With ``packed``, quantized matrices stay
+    packed; see :func:`convert.packed.pack`.
     """
-    structure, wanted = split(abstract(module, config, dtype))
+    made = abstract(module, config, dtype)
+    structure, wanted = split(made)
     recipes: Recipes = {}
     for entry in layout:
         shape = wanted[entry.path].shape
@@ -255,11 +231,15 @@ def make_shell(
             zeros = functools.partial(np.zeros, shape, np.float32)
             recipes[entry.path] = Recipe.of(Made(shape, zeros))
         else:
-            pieces = [_piece(part, entry.form, tensors) for part in entry.tensors]
+            pieces = [_piece(part, entry.form, tensors, quantized) for part in entry.tensors]
             recipes[entry.path] = Recipe.stack(shape, pieces)
     for path in wanted:
         if path[0] in ROTARY:
             table = functools.partial(_table, tables[str(path[0])], ("cos", "sin").index(path[1]))
             recipes[path] = Recipe.of(Made(wanted[path].shape, table))
     check(file, wanted, recipes)
+    if packed:
+        recipes = pack(made, recipes, dtype)
+        structure, wanted = split(made)
+        check(file, wanted, recipes)
     return Shell(structure, wanted, recipes)

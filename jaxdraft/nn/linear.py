@@ -14,10 +14,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdraft.kernels.linear import Form
-from jaxdraft.nn.packed import PackedLinear, PackedMatrix
+from jaxdraft.nn.packed import PackedLinear, PackedMatrix, PackedRows
 from jaxdraft.nn.product import multiply_dense, precision
 
 M = TypeVar("M", bound=nnx.Module)
+
+Weights = tuple[jax.Array, ...]
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -191,8 +193,13 @@ def take(table: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
     return jnp.take(table, tokens, axis=0, mode="clip")
 
 
-def matrix(linear: Linear | PackedLinear) -> tuple[Form, tuple[jax.Array, ...]]:
-    """The form and the arrays of a matrix, as :func:`jaxdraft.nn.packed.multiply` reads them."""
+def matrix(linear: Linear | PackedLinear | PackedRows) -> tuple[Form, Weights] | None:
+    """The form and the arrays of a matrix, as :func:`jaxdraft.nn.packed.multiply` reads them.
+
+    None for several matrices in different forms.
+    """
+    if isinstance(linear, PackedRows):
+        return None
     if isinstance(linear, PackedLinear):
         return linear.form, linear.table.weights
     weight = linear.weight[...]

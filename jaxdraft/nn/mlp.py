@@ -49,9 +49,11 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        form, weights = matrix(self.gate_up)
         plain = self.activation == "silu" and not self.bias  # the kernel knows nothing else
-        if self.implementation == PALLAS and plain and form.served and fused.serves(x):
+        kernel = self.implementation == PALLAS and plain and fused.serves(x)
+        found = matrix(self.gate_up) if kernel else None
+        if found is not None and found[0].served:
+            form, weights = found
             gated = dataclasses.replace(form, gated=True)
             return self.down(fused.product(gated, x, weights, xla=multiply))
         both = self.gate_up(x)

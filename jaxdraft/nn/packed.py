@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -370,6 +370,25 @@ class PackedEmbedding(PackedLinear):
     def __call__(self, tokens: jax.Array) -> jax.Array:  # pyrefly: ignore[bad-override]
         """Token ids [...] -> vectors [..., D]; see :class:`jaxdraft.nn.linear.Embedding`."""
         return self.table.take(tokens)
+
+
+class PackedRows(nnx.Module):
+    """Packed matrices of the same inputs one below the other, each stored in its own way.
+
+    Args:
+      below: the matrices, in the order of their outputs.
+    """
+
+    def __init__(self, below: Sequence[PackedLinear]):
+        self.below = nnx.List(list(below))
+
+    def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+        """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the matrices."""
+        return jnp.concatenate([part(x, out_dtype=out_dtype) for part in self.below], axis=-1)
+
+    def dequantized(self) -> jax.Array:
+        """W, [out, in]."""
+        return jnp.concatenate([part.dequantized() for part in self.below])
 
 
 def multiply(form: Form, x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:

@@ -295,9 +295,11 @@ def test_what_is_not_finite_is_no_integer(bits: str, model: Model, tmp_path: Pat
     ("change", "message"),
     [
         (put("quantization_config", "format", value="nvfp4"), 'format: found "nvfp4", expected'),
-        (put(*GROUP, "weights", "num_bits", value=8), "num_bits: found 8, expected 4"),
+        (put(*GROUP, "weights", "num_bits", value=2), "num_bits: found 2, expected 4 or 8"),
+        (put(*GROUP, "weights", "num_bits", value=8), ", four of a row's 64 numbers in one"),
         (put(*GROUP, "weights", "strategy", value="tensor"), 'found "tensor", expected "channel"'),
-        (put(*GROUP, "weights", "actorder", value="group"), 'actorder: found "group", expected'),
+        (put(*GROUP, "weights", "actorder", value="group"), "weight_g_idx: found nothing, expec"),
+        (put(*GROUP, "weights", "symmetric", value=False), "weight_zero_point: found nothing, e"),
         (
             put(*GROUP, "weights", "group_size", value=None),
             "group_size: found null, expected an",
@@ -317,13 +319,18 @@ def test_settings(change: Callable[[Json], None], message: str, copy: Path) -> N
 
 
 def test_two_sizes_of_groups(copy: Path) -> None:
+    """Targets by name come before targets by class, whatever the order."""
+
     def twice(body: Json) -> None:
         groups = body["quantization_config"]["config_groups"]
         groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
         groups["group_1"]["weights"]["group_size"] = 32
+        groups["group_1"]["targets"] = ["re:.*mlp.down_proj"]
 
     edit_json(copy / "target" / "config.json", twice)
-    assert "expected the same everywhere, not [64, 32]" in refused(copy)
+    message = refused(copy)
+    assert "mlp.down_proj.weight_scale: found shape [64, 2], expected shape [64, 4]" in message
+    assert "gate_proj" not in message
 
 
 DOWN = "model.language_model.layers.0.mlp.down_proj.weight"
