@@ -47,6 +47,7 @@ from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.eagle3 import Eagle3
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.mtp import Mtp
+from jaxdraft.rope import Rope
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.target import DecoderTarget
 
@@ -274,6 +275,77 @@ def tiny_target_config(**changes: Any) -> TargetConfig:
     return TargetConfig(**{**fields, **changes})
 
 
+def windowed_target_config(**changes: Any) -> TargetConfig:
+    """Attention alone, with the properties of Gemma; layers with a window of six keys.
+
+    Norms on both sides, rotary tables for each kind of layer, soft-caps, an embedding that is
+    scaled and the head, too, and GELU.
+    """
+    attention = AttentionConfig(
+        heads=4, kv_heads=2, head_dim=16, rotary_dim=16, qk_norm=True, scale=0.2, softcap=5.0
+    )
+    fields: dict[str, Any] = dict(
+        layers=("sliding", "attention", "sliding"),
+        attention=attention,
+        sliding=replace(attention, window=6),
+        delta_net=None,
+        mlp=MlpConfig(hidden=48, activation="gelu_tanh"),
+        tied=True,
+        norms="both",
+        embedding_scale=32**0.5,
+        softcap=4.0,
+        own_tables=True,
+        rope=Rope(theta=1e6, kind="linear", factor=4.0),
+        sliding_rope=Rope(theta=1e4),
+    )
+    return tiny_target_config(**{**fields, **changes})
+
+
+def biased_target_config(**changes: Any) -> TargetConfig:
+    """Attention alone, with biases everywhere and norms after each part of a layer.
+
+    Queries and keys are normed over all heads, as in OLMo 2. Half of each head is rotated, in
+    neighbouring pairs, as in GLM-4, with the frequencies of Llama 3.
+    """
+    fields: dict[str, Any] = dict(
+        layers=("attention",) * 3,
+        attention=AttentionConfig(
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            rotary_dim=8,
+            interleaved=True,
+            qk_norm=True,
+            norm_whole=True,
+            bias=True,
+            out_bias=True,
+            scale=0.25,
+        ),
+        delta_net=None,
+        mlp=MlpConfig(hidden=48, bias=True),
+        norms="post",
+        rope=Rope(theta=1e4, kind="llama3", factor=8.0, original_length=16),
+    )
+    return tiny_target_config(**{**fields, **changes})
+
+
+def random_target(config: TargetConfig, seed: int = 0, dtype: Any = jnp.float32) -> DecoderTarget:
+    """Return a random decoder whose vectors are random, too: norms about 1, and biases.
+
+    Args:
+      config: description of a target without delta-net layers.
+      seed: seed of the numbers.
+      dtype: type of the weights and activations.
+    """
+    decoder = Decoder(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    key = jax.random.key(seed)
+    for i, (_, value) in enumerate(nnx.to_flat_state(nnx.state(decoder, nnx.Param))):
+        if value.ndim == 1:
+            noise = jax.random.normal(jax.random.fold_in(key, i), value.shape, jnp.float32)
+            value.set_value(value[...] + (0.3 * noise).astype(value.dtype))
+    return DecoderTarget.of(decoder)
+
+
 def tiny_target(seed: int = 0, dtype: Any = jnp.float32, **changes: Any) -> DecoderTarget:
     """Return a random decoder of :func:`tiny_target_config`."""
     config = tiny_target_config(**changes)
@@ -467,13 +539,16 @@ __all__ = [
     "TableState",
     "TableTarget",
     "assert_lossless",
+    "biased_target_config",
     "check_pool",
     "check_stats",
     "propose_tokens",
+    "random_target",
     "run_rows_one_by_one",
     "tiny_drafter",
     "tiny_model",
     "tiny_mtp",
     "tiny_target",
     "tiny_target_config",
+    "windowed_target_config",
 ]
