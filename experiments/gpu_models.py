@@ -37,7 +37,7 @@ from jaxdraft.target import DecoderTarget
 STOPS = 4
 """Stop ids of a row."""
 
-PREFILL_LOOP = "round.py prefill"
+PREFILL_LOOP = "rounds.py prefill"
 """Source of the loop over the chunks of a prompt."""
 
 _LOOKED_UP = ("embed", "rotary", "predecessor", "successor")
