@@ -30,7 +30,7 @@ from jaxdraft.nn.attention import reaches
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.rounds import Rules
 from jaxdraft.sampling import SamplingRules
-from jaxdraft.sizes import PREFILL_CHUNK
+from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
 from jaxdraft.state import paged
 from jaxdraft.target import DecoderTarget
 
@@ -153,14 +153,15 @@ def decoding_round(target: DecoderTarget, drafter: Drafter, capacity: int, rules
 
 def prefill(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules) -> Case:
     """Run a prompt of ``capacity`` tokens; :data:`PREFILL_LOOP` is the loop over its chunks."""
-    start = functools.partial(rounds.prefill, capacity=capacity, chunk=PREFILL_CHUNK)
+    chunk = min(target.prompt_rows, GPU_CHUNK)
+    start = functools.partial(rounds.prefill, capacity=capacity, chunk=chunk)
     return Case(
         jax.jit(start),
         (target, drafter, _integers(1, capacity), _integers(1), rules),
         _weights(target, drafter),
-        functools.partial(_least_prefill, target, drafter),
-        functools.partial(_trips, PREFILL_CHUNK, drafter.draft_tokens),
-        functools.partial(_branch, PREFILL_CHUNK, capacity, _window(target)),
+        functools.partial(_least_prefill, target, drafter, chunk),
+        functools.partial(_trips, chunk, drafter.draft_tokens),
+        functools.partial(_branch, chunk, capacity, _window(target)),
         part=PREFILL_LOOP,
     )
 
@@ -303,12 +304,12 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
     return total
 
 
-def _least_prefill(target: DecoderTarget, drafter: Drafter, length: int) -> int:
+def _least_prefill(target: DecoderTarget, drafter: Drafter, chunk: int, length: int) -> int:
     """What :func:`_least` says, of a chunk of a prompt: without heads, and no block is run.
 
     Of a block drafter a chunk reads what makes keys and values of the target's rows.
     """
-    total = _least(target, None, PREFILL_CHUNK, length) - _size(target.decoder.params["head"])
+    total = _least(target, None, chunk, length) - _size(target.decoder.params["head"])
     if isinstance(drafter, BlockDrafter):
         params = drafter.backbone.params
         total += _size(params["fc"])

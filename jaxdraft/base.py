@@ -33,6 +33,8 @@ import jax
 from flax import struct
 from jax.typing import DTypeLike
 
+from jaxdraft.sizes import PREFILL_CHUNK
+
 if TYPE_CHECKING:
     from jaxdraft.budget import DrafterCost
 
@@ -283,6 +285,15 @@ class TargetDefaults:
         del pages
         part = cast(Target, self)
         return part.init(batch, min(columns * page_size, part.context_length))
+
+    @property
+    def prompt_rows(self) -> int:
+        """Maximum number of a prompt's rows that ``forward`` takes at once, in a state of ``init``.
+
+        They lie within the state's capacity, up to 128 of them behind it. Chunks of a prompt have
+        as many rows if the device is faster so; see :func:`jaxdraft.devices.prompt_chunk`.
+        """
+        return PREFILL_CHUNK
 
     @property
     def head(self) -> Head | None:

@@ -21,6 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdraft.base import Target, full_target
+from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
+
 AMPERE = (8, 0)
 """Compute capability of the first NVIDIA GPUs with products in bfloat16."""
 
@@ -54,3 +57,41 @@ def native_dtype(device: Any = None) -> jnp.dtype:
         )
     older = (int(parts[0]), int(parts[1])) < AMPERE
     return jnp.dtype(jnp.float16 if older else jnp.bfloat16)
+
+
+def platform_of(tree: Any) -> str:
+    """Return the platform that holds the arrays of a pytree, or else JAX's default.
+
+    Example: "cpu". Both names that JAX has for an NVIDIA GPU become "gpu".
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            platform = next(iter(leaf.devices())).platform
+            break
+    else:
+        platform = jax.default_backend()
+    return "gpu" if platform == "cuda" else platform
+
+
+def prompt_chunk(target: Target, *, batch: int, size: int, room: int) -> int:
+    """Return the number of rows of every prompt that run at once: a multiple of 128, or ``size``.
+
+    On a CPU it is 128. On a GPU the weights would be read once per 128 rows, in more time than the
+    products take; so there it is up to 512, divided among the prompts.
+
+    Example, H200, two prompts of up to 8,192 tokens: 256.
+
+    Args:
+      target: the target.
+      batch: number of prompts.
+      size: tokens of the longest prompt, padded.
+      room: tokens that may follow a prompt.
+    """
+    most = PREFILL_CHUNK
+    if platform_of(target) == "gpu":
+        most = min(full_target(target).prompt_rows, GPU_CHUNK // batch)
+    rows = PREFILL_CHUNK
+    # The last chunk is whole, and states have room for 128 rows past their capacity.
+    while 2 * rows <= most and -(-size // (2 * rows)) * 2 * rows <= size + room + PREFILL_CHUNK:
+        rows *= 2
+    return min(size, rows)

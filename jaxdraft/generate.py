@@ -20,6 +20,7 @@ from jax import lax
 from jaxdraft import guard, rounds
 from jaxdraft import prompts as given
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.devices import prompt_chunk
 from jaxdraft.model import Model
 from jaxdraft.plan import check_batch
 from jaxdraft.prompts import Prompts, host, traced
@@ -186,6 +187,7 @@ def generate(
         ready.lengths,
         ready.rules,
         new_tokens=ready.new_tokens,
+        chunk=ready.chunk,
         trace=trace,
         logprobs=logprobs,
     )
@@ -266,11 +268,7 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
 # --------------------------------------------------------------------------- programs
 
 
-def _chunk(size: int) -> int:
-    return min(size, PREFILL_CHUNK)
-
-
-@functools.partial(jax.jit, static_argnames=("new_tokens", "trace", "logprobs"))
+@functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "trace", "logprobs"))
 def _generate(
     target: Target,
     drafter: Drafter,
@@ -279,12 +277,13 @@ def _generate(
     rules: Rules,
     *,
     new_tokens: int,
+    chunk: int,
     trace: bool,
     logprobs: int | None,
 ) -> Output:
     """Run the prefill, then rounds until every row is done."""
     Carry = tuple[RoundState, jax.Array, Trace | None, Logprobs | None]
-    state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, logprobs)
+    state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, chunk, logprobs)
     batch = tokens.shape[0]
     # A round emits at least one token of every running row.
     seen = Trace(jnp.full((batch, new_tokens), -1, jnp.int32)) if trace else None
@@ -315,6 +314,7 @@ def _start(
     lengths: jax.Array,
     rules: Rules,
     new_tokens: int,
+    chunk: int,
     logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Prefill into buffers with room for the output."""
@@ -327,12 +327,14 @@ def _start(
         lengths,
         rules,
         capacity=size + new_tokens,
-        chunk=_chunk(size),
+        chunk=chunk,
         logprobs=logprobs,
     )
 
 
-_start_program = functools.partial(jax.jit, static_argnames=("new_tokens", "logprobs"))(_start)
+_start_program = functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "logprobs"))(
+    _start
+)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",), static_argnames=("logprobs",))
@@ -387,7 +389,7 @@ _output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_o
 @jax.jit
 def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
     batch, size = tokens.shape
-    chunk = _chunk(size)
+    chunk = min(size, PREFILL_CHUNK)
     padded = given.pad(tokens, size + -size % chunk)
     state = target.init(batch, padded.shape[1])
 
@@ -420,6 +422,7 @@ class _Prepared:
     rules: Rules
     new_tokens: int  # N, rounded up
     wanted: int  # the caller's N
+    chunk: int  # rows of a prompt that run at once
     stop: tuple[str, ...]
 
 
@@ -463,7 +466,8 @@ def _prepare(
     # One transfer for everything.
     ids, count, fields, automaton = jax.device_put((ids, count, fields, automaton))
     rules = Rules(**fields, stop_text=None if automaton is None else StopText(*automaton))
-    return _Prepared(chosen, ids, count, rules, new_tokens, wanted, found.stop)
+    chunk = prompt_chunk(model.target, batch=batch, size=ids.shape[1], room=new_tokens)
+    return _Prepared(chosen, ids, count, rules, new_tokens, wanted, chunk, found.stop)
 
 
 def _described(out: Output, model: Model, ready: _Prepared) -> Output:
@@ -504,6 +508,7 @@ def _stream(
         ready.lengths,
         ready.rules,
         new_tokens=ready.new_tokens,
+        chunk=ready.chunk,
         logprobs=logprobs,
     )
     batch = ready.tokens.shape[0]

@@ -5,6 +5,14 @@ from __future__ import annotations
 PREFILL_CHUNK = 128
 """Rows of a prompt that run at once. A fixed batch has room for as many scratch rows."""
 
+GPU_CHUNK = 512
+"""Rows of a prompt, of all requests together, that run at once on a GPU.
+
+A matrix of 16 bits is read in the time of its products with so many rows: 153 on an A100, 203 on a
+T4, 206 on an H200, 281 on a B200, 403 on an L4, by their makers' numbers. More rows would save
+launches alone.
+"""
+
 SLOTS = 2**31
 """Page ids and slots are int32: a pool has fewer slots than this."""
 

@@ -15,7 +15,7 @@ from jaxdraft.config import TargetConfig
 from jaxdraft.nn import delta_net
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import BlockedLinear, Embedding, Frozen, add_blocks, fits_blocks
-from jaxdraft.sizes import PREFILL_CHUNK
+from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
 from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.paged import PagedPool
@@ -58,6 +58,14 @@ class DecoderTarget:
     def context_length(self) -> int:
         """Positions of the rotary table."""
         return self.config.context_length
+
+    @property
+    def prompt_rows(self) -> int:
+        """See :attr:`jaxdraft.base.TargetDefaults.prompt_rows`.
+
+        Rings have room for ``PREFILL_CHUNK`` rows beside their window.
+        """
+        return PREFILL_CHUNK if self.config.count("sliding") else GPU_CHUNK
 
     @property
     def head(self) -> Head:

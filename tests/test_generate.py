@@ -173,7 +173,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
     ready = _prepared(model, [[1, 2, 3], [4]])
     run = functools.partial(
         front._generate, model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
-        new_tokens=ready.new_tokens, trace=False, logprobs=None,
+        new_tokens=ready.new_tokens, chunk=ready.chunk, trace=False, logprobs=None,
     )  # fmt: skip
     run()
     with jax.transfer_guard("disallow"):
@@ -181,7 +181,7 @@ def test_no_transfer_between_the_first_token_and_the_last(model: Model) -> None:
         out.tokens.block_until_ready()
     text = front._generate.lower(
         model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
-        new_tokens=ready.new_tokens, trace=False, logprobs=None,
+        new_tokens=ready.new_tokens, chunk=ready.chunk, trace=False, logprobs=None,
     ).compile().as_text()  # fmt: skip
     for word in ("infeed", "outfeed", "send(", "recv(", "xla_python_cpu_callback", "ffi_python"):
         assert word not in text
@@ -191,7 +191,7 @@ def test_the_round_donates_its_state(model: Model) -> None:
     ready = _prepared(model, [[1, 2, 3]])
     state, _ = front._start_program(
         model.target, ready.drafter, ready.tokens, ready.lengths, ready.rules,
-        new_tokens=ready.new_tokens,
+        new_tokens=ready.new_tokens, chunk=ready.chunk,
     )  # fmt: skip
     before = state.target.pool.keys[0]
     front._round_program(model.target, ready.drafter, state, ready.rules)

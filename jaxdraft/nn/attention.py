@@ -28,6 +28,9 @@ _Average = tuple[jax.Array, jax.Array]  # average of values, log of the sum of e
 _SCORES = 2**28
 """Bytes of the scores of one pass on a GPU."""
 
+_PASSES = 16
+"""Number of passes that are written out on a GPU. More are a loop, and the host waits for each."""
+
 
 def attend(
     query: jax.Array,
@@ -193,8 +196,14 @@ def _in_passes(
     if form.chunks == 1:
         running = step(jnp.asarray(0, jnp.int32), running)
     elif form.chunks > 1:
+        most = -(-form.chunks // width)
         passes = keys.used if width == 1 else -(-keys.used // width)
-        running = lax.fori_loop(0, passes, step, running)
+        if width == 1 or most > _PASSES:
+            running = lax.fori_loop(0, passes, step, running)
+        else:  # written out; the device leaves out the passes that are not needed
+            for index in range(most):
+                take = functools.partial(step, jnp.asarray(index, jnp.int32))
+                running = lax.cond(index < passes, take, lambda same: same, running)
     maximum, mass, total = running
     mass = jnp.where(mass > 0, mass, 1.0)
     return total / mass[..., None], maximum + jnp.log(mass)

@@ -74,19 +74,10 @@ def delta_rule(
     Returns:
       Outputs [B, T, Hv, Dv] and updates delta [B, T, Hv, Dv].
     """
-    batch, steps, key_heads, _ = key.shape
-    heads = value.shape[2]
-    shared = heads // key_heads  # consecutive value heads that share a key head
-
-    def to_heads(x: jax.Array) -> jax.Array:  # [B, T, Hk, Dk] -> [B, Hv, T, Dk]
-        return jnp.repeat(jnp.swapaxes(x, 1, 2), shared, axis=1)
-
-    q, k = to_heads(query), to_heads(key)
-    v = jnp.swapaxes(value, 1, 2)  # [B, Hv, T, Dv]
-    total = jnp.cumsum(jnp.swapaxes(log_decay, 1, 2), axis=-1)  # [B, Hv, T]
-    rate = jnp.swapaxes(beta, 1, 2)[..., None]  # [B, Hv, T, 1]
-    seen = jnp.exp(total)[..., None]  # decay since before the first row
-
+    if key.shape[1] > _CHUNK:
+        return _in_chunks(query, key, value, log_decay, beta, state)
+    steps = key.shape[1]
+    q, k, v, rate, seen = _by_head(query, key, value, log_decay, beta)
     # Queries and keys in one product each, so that the state is read once.
     both = jnp.concatenate([q, k], axis=2)  # [B, Hv, 2 T, Dk]
     from_state = jnp.einsum("bhtk,bhkv->bhtv", both, state, precision=_HIGHEST)
@@ -97,17 +88,95 @@ def delta_rule(
     if steps == 1:
         output = output + overlap * update
         return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+    since, system = _system(log_decay, rate, gram)
+    update = solve_unit_lower(system, update)
+    output = output + jnp.einsum("bhij,bhjv->bhiv", since * overlap, update, precision=_HIGHEST)
+    return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
 
+
+_CHUNK = 128
+"""Rows of one triangular system; its size grows with their square."""
+
+
+def _in_chunks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute :func:`delta_rule` of many rows: systems all at once, then states in turn.
+
+    The right side ``beta_i (v_i - exp(G_i) S^T k_i)`` is linear in the state S before a chunk. So
+    its solution is ``U - W S``, and neither U nor W needs the state. What is left to do in turn is
+    two products per chunk.
+
+    Source: Yang et al., arXiv:2406.06484, section 3.
+    """
+    batch, steps = key.shape[:2]
+    pieces = -(-steps // _CHUNK)
+
+    def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [B * pieces, chunk, ...]
+        # Rows of zeros: no decay, no update, and nothing follows them.
+        x = jnp.pad(x, [(0, 0), (0, pieces * _CHUNK - steps), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(batch * pieces, _CHUNK, *x.shape[2:])
+
+    def apart(x: jax.Array) -> jax.Array:  # [B * pieces, ...] -> [B, pieces, ...]
+        return x.reshape(batch, pieces, *x.shape[1:])
+
+    log_decay = split(log_decay)
+    q, k, v, rate, seen = _by_head(*map(split, (query, key, value)), log_decay, split(beta))
+    onto_keys = jnp.einsum("bhik,bhjk->bhij", jnp.concatenate([q, k], 2), k, precision=_HIGHEST)
+    overlap, gram = onto_keys[:, :, :_CHUNK], onto_keys[:, :, _CHUNK:]
+    since, system = _system(log_decay, rate, gram)
+    solved = solve_unit_lower(system, rate * jnp.concatenate([v, seen * k], axis=-1))
+    alone, per_state = (apart(x) for x in jnp.split(solved, (v.shape[-1],), axis=-1))
+    kept = apart(k * since[:, :, -1][..., None])  # keys, decayed to the end of their chunk
+    decay = apart(seen[:, :, -1:])
+    states, updates = [], []
+    for i in range(pieces):
+        states.append(state)
+        updates.append(alone[:, i] - _product(per_state[:, i], state))
+        added = jnp.einsum("bhtk,bhtv->bhkv", kept[:, i], updates[i], precision=_HIGHEST)
+        state = decay[:, i] * state + added
+    before, update = (
+        jnp.stack(parts, axis=1).reshape(batch * pieces, *parts[0].shape[1:])
+        for parts in (states, updates)
+    )
+    output = seen * _product(q, before) + _product(since * overlap, update)
+
+    def whole(x: jax.Array) -> jax.Array:  # [B * pieces, Hv, chunk, Dv] -> [B, T, Hv, Dv]
+        return jnp.swapaxes(x, 1, 2).reshape(batch, -1, *v.shape[1:2], v.shape[-1])[:, :steps]
+
+    return whole(output), whole(update)
+
+
+def _by_head(
+    query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return queries, keys and values [B, Hv, T, D], rates, and decays since before the rows."""
+    shared = value.shape[2] // key.shape[2]  # consecutive value heads that share a key head
+
+    def to_heads(x: jax.Array) -> jax.Array:  # [B, T, Hk, Dk] -> [B, Hv, T, Dk]
+        return jnp.repeat(jnp.swapaxes(x, 1, 2), shared, axis=1)
+
+    total = jnp.cumsum(jnp.swapaxes(log_decay, 1, 2), axis=-1)  # [B, Hv, T]
+    rate = jnp.swapaxes(beta, 1, 2)[..., None]  # [B, Hv, T, 1]
+    v = jnp.swapaxes(value, 1, 2)  # [B, Hv, T, Dv]
+    return to_heads(query), to_heads(key), v, rate, jnp.exp(total)[..., None]
+
+
+def _system(log_decay: jax.Array, rate: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the decays ``exp(G_i - G_j)`` for i >= j, and the lower triangle of the system."""
+    steps = gram.shape[-1]
     rows, columns = (
         jnp.arange(steps, dtype=jnp.int32)[:, None],
         jnp.arange(steps, dtype=jnp.int32)[None],
     )
     between = _between(jnp.swapaxes(log_decay, 1, 2))
     since = jnp.where(rows >= columns, jnp.exp(between), 0.0)
-    system = jnp.where(rows > columns, rate * since * gram, 0.0)
-    update = solve_unit_lower(system, update)
-    output = output + jnp.einsum("bhij,bhjv->bhiv", since * overlap, update, precision=_HIGHEST)
-    return jnp.swapaxes(output, 1, 2), jnp.swapaxes(update, 1, 2)
+    return since, jnp.where(rows > columns, rate * since * gram, 0.0)
 
 
 def _between(decay: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ def after(arrays: list[np.ndarray], update: jax.Array, count: int) -> jax.Array:
     ).state
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 8, 9, 16, 70, 128])
+@pytest.mark.parametrize("steps", [1, 2, 7, 8, 9, 16, 70, 128, 129, 300, 512])
 def test_rows_at_once_equal_rows_one_by_one(steps: int) -> None:
     arrays = inputs(steps)
     output, update = rule(*map(jnp.asarray, arrays))
