@@ -126,7 +126,7 @@ def _in_chunks(
         return x.reshape(batch, pieces, *x.shape[1:])
 
     log_decay = split(log_decay)
-    q, k, v, rate, seen = _by_head(*map(split, (query, key, value)), log_decay, split(beta))
+    q, k, v, rate, seen = _by_head(split(query), split(key), split(value), log_decay, split(beta))
     onto_keys = jnp.einsum("bhik,bhjk->bhij", jnp.concatenate([q, k], 2), k, precision=_HIGHEST)
     overlap, gram = onto_keys[:, :, :_CHUNK], onto_keys[:, :, _CHUNK:]
     since, system = _system(log_decay, rate, gram)
