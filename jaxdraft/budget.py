@@ -97,6 +97,23 @@ class Mirrored:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside(Mirrored):
+    """A language model as the drafter: pages beside the target's, and state per row.
+
+    Attributes:
+      sliding: its attention layers with a window, if there are any.
+      recurrent_row: bytes per row of its delta-net layers.
+    """
+
+    sliding: Sliding | None = None
+    recurrent_row: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("recurrent_row", self.recurrent_row, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
     """Any other drafter: bytes of its whole state, allotted before the first page."""
 
@@ -250,31 +267,9 @@ class Plan:
         """Items allotted before the first page."""
         costs, drafter, rows = self.costs, self.costs.drafter, self.max_batch
         terms = [Term(name="weights", count=1, each=costs.weights, why="all parameters")]
-        if costs.recurrent_row:
-            terms.append(
-                Term(
-                    name="recurrent state",
-                    count=rows,
-                    each=costs.recurrent_row,
-                    why=f"{rows} rows, float32 states and convolution rows",
-                )
-            )
-        sliding = costs.sliding
-        if sliding is not None:
-            longest = self.row_pages * self.page_size
-            whole_window = window_pages(sliding.window, sliding.rows, self.page_size)
-            span, top = (
-                (sliding.window, " + 1") if self.window_pages == whole_window else (longest, "")
-            )
-            rule = f"ceil(({span} + {sliding.rows}) / {self.page_size}){top}"
-            terms.append(
-                Term(
-                    name="windowed layers",
-                    count=rows * self.window_pages,
-                    each=sliding.cache.page_bytes(self.page_size),
-                    why=f"{rows} rows of {rule} = {self.window_pages} pages",
-                )
-            )
+        terms += self._per_row("", costs.recurrent_row, costs.sliding)
+        if isinstance(drafter, Beside):
+            terms += self._per_row("drafter ", drafter.recurrent_row, drafter.sliding)
         if isinstance(drafter, Windowed):
             each = drafter.cache.page_bytes(self.page_size)
             why = (
@@ -295,6 +290,24 @@ class Plan:
             why = f"{rows} rows at full context"
             terms.append(Term(name="drafter state", count=1, each=drafter.bytes, why=why))
         return tuple(terms)
+
+    def _per_row(self, owner: str, recurrent_row: int, sliding: Sliding | None) -> list[Term]:
+        """Return the state of a decoder's rows beside their pages."""
+        rows, terms = self.max_batch, []
+        if recurrent_row:
+            why = f"{rows} rows, float32 states and convolution rows"
+            name = f"{owner}recurrent state"
+            terms.append(Term(name=name, count=rows, each=recurrent_row, why=why))
+        if sliding is not None:
+            longest = self.row_pages * self.page_size
+            pages = window_pages(sliding.window, sliding.rows, self.page_size, longest)
+            full = window_pages(sliding.window, sliding.rows, self.page_size)
+            span, top = (sliding.window, " + 1") if pages == full else (longest, "")
+            rule = f"ceil(({span} + {sliding.rows}) / {self.page_size}){top}"
+            each, why = sliding.cache.page_bytes(self.page_size), f"{rows} rows of {rule} = {pages}"
+            name = f"{owner}windowed layers"
+            terms.append(Term(name=name, count=rows * pages, each=each, why=f"{why} pages"))
+        return terms
 
     @property
     def terms(self) -> tuple[Term, ...]:
