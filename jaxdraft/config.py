@@ -444,6 +444,7 @@ class Eagle3Config:
       norm_before_residual: whether the residual is the normed row.
       norm_output: whether the next link reads rows after the final norm.
       spelling: layout of its checkpoint: "midlayer", of SafeAILab and SpecForge, or "speculators".
+      rope: description of the rotary tables, as in :class:`TargetConfig`.
     """
 
     vocab_size: int
@@ -462,6 +463,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     norm_output: bool = False
     spelling: Literal["midlayer", "speculators"] = "midlayer"
+    rope: Rope | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         size = self.draft_vocab_size

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from convert.checkpoint.section import PLAIN_ROPE, ModelSection, Quantized
 from convert.checkpoint.tensors import HEAD
@@ -24,9 +24,9 @@ from convert.paths import CONFIG
 from convert.recipes import shortest
 from convert.unused import CONFIG_KEYS, DRAFTER_KEYS, Remarks
 from jaxdraft.checkpoint.eagle3_config import TAPS, default_taps
-from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.config import AttentionConfig, Eagle3Config, MlpConfig, TargetConfig
 from jaxdraft.draft.links import DRAFT_TOKENS
+from jaxdraft.rope import Rope, RopeKind
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -142,6 +142,7 @@ class _Eagle3:
             norm_before_residual=self._switch("norm_before_residual"),
             norm_output=self._switch("norm_output"),
             spelling=self.spelling,
+            rope=rope,
         )
         dtype, quantized = top.dtype() or layer.dtype(), top.quantized()
         for each in {id(s): s for s in (top, layer)}.values():
@@ -227,7 +228,7 @@ class _Eagle3:
         )
 
 
-ROPES = ("default", "yarn")
+ROPES = get_args(RopeKind)
 """Kinds of rotary embedding that a head may have."""
 
 SPECULATORS_KEYS = (*CONFIG_KEYS, "verifier", "default_proposal_method")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxdraft.checkpoint.config import quantization_json
-from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.config import Eagle3Config
+from jaxdraft.rope import Rope
 
 Json = dict[str, Any]
 

@@ -318,7 +318,7 @@ class _Folders:
 
     def _eagle3(self, drafter: Eagle3Drafter) -> _Content:
         config, found = drafter.config, _parameters(drafter.eagle3.params)
-        rope = self._rope(config.kind, found)
+        rope = self._rope(config.kind, found, config.rope)
         body = eagle3_json(
             config,
             self.target.config.taps,

@@ -13,7 +13,7 @@ from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.linear import Embedding, Linear, Table
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
-from jaxdraft.nn.rope import Rotary, rotary_tables
+from jaxdraft.nn.rope import Rotary
 
 
 class Eagle3(ChainLayer):
@@ -36,8 +36,7 @@ class Eagle3(ChainLayer):
         self.fc = Linear(config.aux_width, width, dtype=dtype, rngs=rngs)
         self.input_norm = RMSNorm(width, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype)
-        cos, sin = rotary_tables(config.context_length, config.attention.rotary_dim, 10000.0)
-        self.rotary = Rotary(jnp.asarray(cos), jnp.asarray(sin))
+        self.rotary = Rotary.of(config.rope, config.context_length, config.attention.rotary_dim)
         self.mixer = Attention(width, config.attention, dtype=dtype, rngs=rngs, inputs=2 * width)
         self.post_norm = RMSNorm(width, eps, dtype=dtype)
         self.mlp = feed_forward(width, config.mlp, dtype=dtype, rngs=rngs)
