@@ -93,17 +93,21 @@ def abstract(
     """Return ``module(config)`` with shapes and dtypes in place of arrays.
 
     Traced is a smaller module: rotary tables of one position, which are numpy and would be computed
-    in full, and one decoder layer of each kind, because tracing thirty takes longer than reading
+    in full, and one decoder layer of each sort, because tracing thirty takes longer than reading
     the weights of a small model. Tables and layers are then widened to those of ``config``; a test
     holds the result equal to the honest one.
     """
     small: Any = dataclasses.replace(config, context_length=1)
+    sorts: list[tuple[str, bool]] = []
     if isinstance(config, TargetConfig):
-        small = dataclasses.replace(small, layers=tuple(dict.fromkeys(config.layers)))
+        sorts = [(kind, i in config.dense_layers) for i, kind in enumerate(config.layers)]
+        kinds, dense = zip(*dict.fromkeys(sorts), strict=True)
+        places = tuple(i for i, is_dense in enumerate(dense) if is_dense)
+        small = dataclasses.replace(small, layers=kinds, dense_layers=places)
     made: Any = nnx.eval_shape(lambda: module(small, dtype=dtype, rngs=nnx.Rngs(0)))
-    if isinstance(config, TargetConfig):
-        traced: dict[str, Any] = dict(zip(small.layers, made.layers, strict=True))
-        made.layers = nnx.List([nnx.clone(traced[kind]) for kind in config.layers])
+    if sorts:
+        traced = dict(zip(dict.fromkeys(sorts), made.layers, strict=True))
+        made.layers = nnx.List([nnx.clone(traced[sort]) for sort in sorts])
     part: Any
     for _, part in nnx.iter_modules(made):
         if getattr(part, "config", None) == small:

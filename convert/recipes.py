@@ -188,6 +188,41 @@ class Decoded:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertMatrices:
+    """Matrices of experts that lie in the file in one of the forms of ``LAID_OUT``.
+
+    They are copied expert by expert, and the pages of each are dropped.
+
+    Attributes:
+      tensor: [E, in, out].
+      form: the form.
+    """
+
+    tensor: Tensor
+    form: Form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, inputs, outputs = self.tensor.shape
+        return (experts, outputs, inputs)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def write(self, out: Array) -> None:
+        stored = self.tensor.read()
+        for expert, (target, source) in enumerate(zip(out, stored, strict=True)):
+            if self.form is Form.ALTERNATING:
+                half = len(target) // 2
+                transpose_into(target[:half], source[:, 0::2])
+                transpose_into(target[half:], source[:, 1::2])
+            else:
+                transpose_into(target, source)
+            self.tensor.release(expert * source.nbytes, source.nbytes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Made:
     """Numbers that no file holds."""
 

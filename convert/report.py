@@ -162,9 +162,10 @@ def shell_counts(shell: Shell, experts: int, active: int) -> Counts:
             computed += leaf.size * leaf.dtype.itemsize
             continue
         total += leaf.size
-        routed = bool(experts) and leaf.shape[:1] == (experts,) and "router" not in path
+        router = any(str(key).startswith("router") for key in path)
+        routed = bool(experts) and leaf.shape[:1] == (experts,) and not router
         chosen += leaf.size * active // experts if routed else leaf.size
-        if leaf.ndim > 1 and path[0] not in ("embed", "head") and "router" not in path:
+        if leaf.ndim > 1 and path[0] not in ("embed", "head") and not router:
             matrices += leaf.size
             rows += leaf.size // leaf.shape[-1]
     return Counts(
@@ -217,6 +218,9 @@ def _describe(config: TargetConfig | DrafterConfig) -> Facts:
         if config.delta_net is not None:
             facts["delta_net"] = _delta_net(config.delta_net)
         facts["mlp"] = _mlp(config.mlp)
+        if config.dense is not None and config.dense_layers:
+            facts["dense_layers"] = list(config.dense_layers)
+            facts["dense"] = _mlp(config.dense)
     elif isinstance(config, BlockDrafterConfig):
         facts["layers"] = config.layers
         facts["block_size"] = config.block_size
@@ -285,5 +289,11 @@ def _mlp(config: MlpConfig | MoeConfig) -> str:
     if isinstance(config, MlpConfig):
         words = [str(config.hidden)] + [config.activation] * (config.activation != "silu")
         return ", ".join(words + ["biases"] * config.bias)
-    shared = f", shared expert of {config.shared_hidden}" if config.shared_hidden else ""
-    return f"{config.active} of {config.experts} experts of {config.hidden}{shared}"
+    words = [f"{config.active} of {config.experts} experts of {config.hidden}"]
+    if config.shared_hidden:
+        words.append(f"shared expert of {config.shared_hidden}")
+    words += ["weights of the softmax over all"] * (not config.renormalized)
+    words += ["router bias"] * config.router_bias + ["biases"] * config.bias
+    if config.limit:
+        words.append(f"clamped at {config.limit:g}")
+    return ", ".join(words)

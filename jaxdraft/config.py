@@ -181,6 +181,8 @@ class MoeConfig:
       shared_hidden: inner channels of the shared expert, which a sigmoid gate scales; 0 for none.
       renormalized: the weights of a token's experts are divided by their sum, which makes them a
         softmax over the chosen experts alone.
+      router_bias: whether the router has a bias.
+      bias: whether all projections of the experts have a bias.
       limit: 0 for experts of ``silu(gate) * up``; else bound of gate and up in the activation
         ``(clip(up, -limit, limit) + 1) * g * sigmoid(1.702 * g)``, ``g = min(gate, limit)``.
     """
@@ -190,6 +192,8 @@ class MoeConfig:
     hidden: int
     shared_hidden: int
     renormalized: bool = True
+    router_bias: bool = False
+    bias: bool = False
     limit: float = 0.0
 
 
@@ -219,6 +223,8 @@ class TargetConfig:
       rope: description of the rotary tables, which are weights and therefore not compared here;
         None: there is no description, as in an artifact.
       sliding_rope: description of the tables of layers with a window, if those are their own.
+      dense: the feed-forward part of ``dense_layers``, if there are any.
+      dense_layers: indices of layers with ``dense`` in place of ``mlp``.
       architecture: ``model_type`` of the checkpoint that it came from, and in whose layout it is
         saved again; "": any that can hold it. Not compared.
     """
@@ -239,6 +245,8 @@ class TargetConfig:
     embedding_scale: float = 1.0
     softcap: float = 0.0
     own_tables: bool = False
+    dense: MlpConfig | None = None
+    dense_layers: tuple[int, ...] = ()
     rope: Rope | None = dataclasses.field(default=None, compare=False)
     sliding_rope: Rope | None = dataclasses.field(default=None, compare=False)
     architecture: str = dataclasses.field(default="", compare=False)
@@ -254,6 +262,11 @@ class TargetConfig:
         for kind in dict.fromkeys(self.layers):
             if getattr(self, kind) is None:
                 raise ValueError(f"layers has the kind {kind!r}, and {kind} is None")
+        if self.dense_layers and self.dense is None:
+            raise ValueError(f"dense_layers are {self.dense_layers}, and dense is None")
+        if not set(self.dense_layers) <= set(range(len(self.layers))):
+            last = len(self.layers) - 1
+            raise ValueError(f"dense_layers are {self.dense_layers}; expected layers in 0..{last}")
         rotated = {shape.rotary_dim for shape in self.softmax} - {0}
         if len(rotated) > 1 and not self.own_tables:
             raise ValueError(
@@ -283,6 +296,13 @@ class TargetConfig:
     def aux_width(self) -> int:
         """A, the width of one row of auxiliary hidden states (0 without taps)."""
         return len(self.taps) * self.width
+
+    def feed_forward(self, layer: int) -> MlpConfig | MoeConfig:
+        """The feed-forward part of a layer."""
+        if layer not in self.dense_layers:
+            return self.mlp
+        assert self.dense is not None
+        return self.dense
 
     def count(self, kind: LayerKind) -> int:
         """How many layers are of ``kind``."""

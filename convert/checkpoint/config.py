@@ -167,7 +167,7 @@ class _Target:
             attention=attention if "attention" in layers else None,
             sliding=sliding,
             delta_net=self._delta_net(eps) if "delta_net" in layers else None,
-            mlp=self._feed_forward(),
+            **self._feed_forward(len(layers)),
             norm_eps=eps,
             tied=self._tied(head_stored),
             context_length=context,
@@ -330,6 +330,7 @@ class _Target:
             norm_eps=eps if family.qk_norm else 1e-6,
             scale=shortest(scalar**-0.5),
             softcap=self._softcap("attn_logit_softcapping"),
+            sinks=family.sinks,
         )
         return config, rope, own_rope
 
@@ -374,7 +375,7 @@ class _Target:
             section.only("mlp_bias", False, *([True] if family.mlp_bias_key else []))
             if not family.bias:  # otherwise no key says what these have
                 section.only("attention_bias", False, *([True] if family.bias_key else []))
-        letters = family.bias + family.bias_key * (text.body.get("attention_bias") is True)
+        letters = family.bias + family.bias_key * (text.value("attention_bias") is True)
         return "q" in letters, "o" in letters
 
     def _delta_net(self, eps: float) -> DeltaNetConfig:
@@ -392,25 +393,69 @@ class _Target:
             norm_eps=eps,
         )
 
-    def _feed_forward(self) -> MlpConfig | MoeConfig:
-        text = self.text
-        if not self.family.moe:
+    def _feed_forward(self, layers: int) -> dict[str, Any]:
+        """Return the feed-forward parts, as ``mlp``, ``dense`` and ``dense_layers``."""
+        text, form = self.text, self.family.experts
+        if not form:
             text.inert("mlp_only_layers")  # all are
-            return MlpConfig(
-                hidden=text.integer("intermediate_size"),
-                activation=self.family.activation,
-                bias=text.body.get("mlp_bias") is True,
+            return {"mlp": self._dense()}
+        key = "num_local_experts" if "num_local_experts" in text or form == "transposed" else ""
+        experts = text.integer(key or "num_experts")
+        active = text.integer("num_experts_per_tok", high=experts)
+        if form == "transposed":
+            text.only("experts_per_token", active)
+            text.only("swiglu_alpha", 1.702)
+            text.inert("initial_context_length")  # the rotary embedding has it, too
+            hidden, limit = text.integer("intermediate_size"), text.number("swiglu_limit")
+            moe = MoeConfig(
+                experts=experts,
+                active=active,
+                hidden=hidden,
+                shared_hidden=0,
+                router_bias=True,
+                bias=True,
+                limit=shortest(limit),
             )
-        text.only("mlp_only_layers", [])
-        text.only("decoder_sparse_step", 1)
-        text.only("norm_topk_prob", True)
-        experts = text.integer("num_experts")
-        return MoeConfig(
+            return {"mlp": moe}
+        shared = 0
+        if form == "stacked":
+            text.only("mlp_only_layers", [])
+            text.only("decoder_sparse_step", 1)
+            text.only("norm_topk_prob", True)
+            shared = text.integer("shared_expert_intermediate_size")
+        text.only("norm_topk_prob", True, False)
+        moe = MoeConfig(
             experts=experts,
-            active=text.integer("num_experts_per_tok", high=experts),
+            active=active,
             hidden=text.integer("moe_intermediate_size"),
-            shared_hidden=text.integer("shared_expert_intermediate_size"),
+            shared_hidden=shared,
+            renormalized=form == "stacked" or text.value("norm_topk_prob") is True,
         )
+        places = self._dense_layers(layers) if form == "separate" else ()
+        if not places:
+            text.inert("intermediate_size")
+            return {"mlp": moe}
+        return {"mlp": moe, "dense": self._dense(), "dense_layers": places}
+
+    def _dense(self) -> MlpConfig:
+        return MlpConfig(
+            hidden=self.text.integer("intermediate_size"),
+            activation=self.family.activation,
+            bias=self.text.body.get("mlp_bias") is True,
+        )
+
+    def _dense_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the layers without experts among others that have some."""
+        text = self.text
+        named: tuple[int, ...] = ()
+        if text.body.get("mlp_only_layers") is not None:
+            named = text.integers("mlp_only_layers", 0, layers - 1)
+        every = text.integer("decoder_sparse_step")
+        places = tuple(i for i in range(layers) if i in named or (i + 1) % every)
+        if len(places) == layers:
+            found = f"{layers} of {layers} layers without experts"
+            raise text.fail("mlp_only_layers", "at least one layer with experts", found)
+        return places
 
     def _tied(self, head_stored: bool) -> bool:
         stated = [

@@ -56,7 +56,7 @@ class ModelSection(Section):
             inner = self.section("rope_parameters")
             self.only("rope_scaling", {}, self.body["rope_parameters"])
         else:
-            scaling = self.body.get("rope_scaling") or {}
+            scaling = self.value("rope_scaling") or {}
             if not isinstance(scaling, dict):
                 raise self.fail("rope_scaling", "an object")
             where = self.at("rope_scaling")

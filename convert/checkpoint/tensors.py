@@ -24,10 +24,10 @@ from convert.errors import Problems
 from convert.packed import Quantized as QuantizedPiece
 from convert.packed import QuantizedTensor, pack
 from convert.paths import CONFIG
-from convert.recipes import Decoded, Dense, Made, Piece, Plain, Recipe, Recipes
+from convert.recipes import Decoded, Dense, ExpertMatrices, Made, Piece, Plain, Recipe, Recipes
 from convert.tensors import FLOATS, INT32, INT64, Array, Tensor, type_name
 from convert.unused import Remarks, unused_tensor
-from jaxdraft.checkpoint.forms import Form
+from jaxdraft.checkpoint.forms import LAID_OUT, Form
 from jaxdraft.checkpoint.layout import ROTARY, Entry, StoredTensor, shape_of
 from jaxdraft.config import DrafterConfig, TargetConfig
 
@@ -194,6 +194,8 @@ def _piece(part: StoredTensor, form: Form, tensors: Tensors, quantized: Quantize
     tensor = tensors[part.name]
     if isinstance(tensor, QuantizedTensor):
         return QuantizedPiece(tensor.source())
+    if form in LAID_OUT and len(tensor.shape) == 3:
+        return ExpertMatrices(tensor, form)
     if form is not Form.PLAIN:
         return Decoded(tensor, form)
     # A matrix lets go of its pages while it is copied; see Dense.

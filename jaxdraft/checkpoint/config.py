@@ -14,8 +14,10 @@ from typing import Any
 from jaxdraft.checkpoint.families import (
     FAMILIES,
     FULL,
+    GPT_OSS,
     LLAMA,
     QWEN3,
+    QWEN3_MOE,
     QWEN35,
     QWEN35_MOE,
     SLIDING,
@@ -112,11 +114,9 @@ def family_of(config: TargetConfig) -> Family:
     moe = isinstance(config.mlp, MoeConfig)
     if a.gated or config.delta_net is not None:
         return QWEN35_MOE if moe else QWEN35
-    if moe:
-        raise ValueError(
-            f"mlp is {config.mlp}; experts need {QWEN35_MOE.model_type}'s gated layers"
-        )
     closest = QWEN3 if a.qk_norm else LLAMA
+    if moe:
+        closest = GPT_OSS if a.sinks else QWEN3_MOE
     for family in (closest, *FAMILIES.values()):
         with contextlib.suppress(ValueError):
             _check_properties(config, family)
@@ -166,7 +166,7 @@ def target_json(
         "use_cache": True,
         "vocab_size": config.vocab_size,
         **_rope_json(config, family, ropes),
-        **_feed_forward_json(config.mlp),
+        **_feed_forward_json(config, family),
         **_windows_json(config, family),
     }
     if family.activation != "silu":
@@ -327,8 +327,6 @@ def check_target(
     _says(what, "attention.rotary_dim", a.rotary_dim, rotary)
     if config.delta_net is not None:
         _says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
-    if isinstance(config.mlp, MoeConfig) and not config.mlp.shared_hidden:
-        raise ValueError("mlp.shared_hidden is 0; the layout of Qwen3.5 MoE has a shared expert")
     if mtp is None:
         return
     if not family.gated:
@@ -364,6 +362,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
             f"attention.bias is {a.bias} and out_bias {a.out_bias}; {what} has biases of "
             f"{' or of '.join(letters or 'none' for letters in dict.fromkeys(biases))}"
         )
+    _says(what, "attention.sinks", a.sinks, family.sinks)
     _says(what, "norms", config.norms, family.sides)
     if not family.softcaps:
         _says(what, "softcap", config.softcap, 0.0)
@@ -375,10 +374,34 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
     )
     both = {"attention", "sliding"} <= set(config.layers)
     _says(what, "own_tables", config.own_tables, family.own_tables and both)
-    if isinstance(config.mlp, MlpConfig):
-        _says(what, "mlp.activation", config.mlp.activation, family.activation)
-        if not family.mlp_bias_key:
-            _says(what, "mlp.bias", config.mlp.bias, False)
+    _check_feed_forward(config, family, what)
+
+
+def _check_feed_forward(config: TargetConfig, family: Family, what: str) -> None:
+    mlp, form = config.mlp, family.experts
+    if isinstance(mlp, MoeConfig) != bool(form):
+        raise ValueError(f"mlp is {mlp}; {what} has {'experts' if form else 'no experts'}")
+    if form != "separate":
+        _says(what, "dense_layers", config.dense_layers, ())
+    for part in (mlp, config.dense):
+        if isinstance(part, MlpConfig):
+            _says(what, "mlp.activation", part.activation, family.activation)
+            if not family.mlp_bias_key:
+                _says(what, "mlp.bias", part.bias, False)
+    if not isinstance(mlp, MoeConfig):
+        return
+    if form == "stacked" and not mlp.shared_hidden:
+        raise ValueError(f"mlp.shared_hidden is 0; {what} has a shared expert")
+    if form != "stacked":
+        _says(what, "mlp.shared_hidden", mlp.shared_hidden, 0)
+    if form != "separate":
+        _says(what, "mlp.renormalized", mlp.renormalized, True)
+    transposed = form == "transposed"
+    _says(what, "mlp.router_bias", mlp.router_bias, transposed)
+    _says(what, "mlp.bias", mlp.bias, transposed)
+    if bool(mlp.limit) != transposed:
+        has = "a limit" if transposed else "no limit"
+        raise ValueError(f"mlp.limit is {mlp.limit}; {what} has {has}")
 
 
 def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -> None:
@@ -497,14 +520,30 @@ def _hybrid_json(config: TargetConfig) -> Json:
     }
 
 
-def _feed_forward_json(config: MlpConfig | MoeConfig) -> Json:
-    if isinstance(config, MlpConfig):
-        return {"intermediate_size": config.hidden}
-    return {
-        "moe_intermediate_size": config.hidden,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.active,
-        "shared_expert_intermediate_size": config.shared_hidden,
+def _feed_forward_json(config: TargetConfig, family: Family) -> Json:
+    mlp = config.mlp
+    if isinstance(mlp, MlpConfig):
+        return {"intermediate_size": mlp.hidden}
+    if family.experts == "transposed":
+        return {
+            "experts_per_token": mlp.active,
+            "intermediate_size": mlp.hidden,
+            "num_experts_per_tok": mlp.active,
+            "num_local_experts": mlp.experts,
+            "swiglu_limit": mlp.limit,
+        }
+    json: Json = {
+        "moe_intermediate_size": mlp.hidden,
+        "num_experts": mlp.experts,
+        "num_experts_per_tok": mlp.active,
+    }
+    if family.experts == "stacked":
+        return {**json, "shared_expert_intermediate_size": mlp.shared_hidden}
+    return json | {
+        "decoder_sparse_step": 1,
+        "intermediate_size": (config.dense or mlp).hidden,
+        "mlp_only_layers": list(config.dense_layers),
+        "norm_topk_prob": mlp.renormalized,
     }
 
 

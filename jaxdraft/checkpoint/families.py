@@ -63,7 +63,10 @@ class Family:
       query_scalar: scores are divided by the root of ``query_pre_attn_scalar``, not of the width
         of a head.
       softcaps: ``attn_logit_softcapping`` and ``final_logit_softcapping`` cap scores and logits.
-      moe: whether the feed-forward part has experts.
+      sinks: every query head has an attention sink.
+      experts: form in which experts are stored, if there are any. "stacked": as one tensor [E, out,
+        in], beside a shared expert. "separate": as a tensor for each. "transposed": as one
+        [E, in, out], gate and up in turn, with biases, and clamped.
       tied: whether the head is the embedding where the file does not say; None: if none is stored.
       defaults: values of keys that are absent or null. Files that transformers saves may leave out
         what is as in its configuration class.
@@ -97,7 +100,8 @@ class Family:
     embedding_scaled: bool = False
     query_scalar: bool = False
     softcaps: bool = False
-    moe: bool = False
+    sinks: bool = False
+    experts: Literal["", "stacked", "separate", "transposed"] = ""
     tied: bool | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -183,7 +187,7 @@ QWEN35_MOE = dataclasses.replace(
     models="Qwen3.5 MoE",
     text_type="qwen3_5_moe_text",
     text_architecture="Qwen3_5MoeForCausalLM",
-    moe=True,
+    experts="stacked",
     defaults=_defaults(
         **{
             **_QWEN35,
@@ -217,6 +221,67 @@ QWEN3 = Family(
         max_position_embeddings=32768,
         sliding_window=4096,
         max_window_layers=28,
+    ),
+)
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    kinds=(("attention", FULL),),
+    windows="none",
+    experts="separate",
+    defaults=_defaults(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        decoder_sparse_step=1,
+        moe_intermediate_size=768,
+        num_experts_per_tok=8,
+        num_experts=128,
+        norm_topk_prob=False,
+    ),
+)
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    models="gpt-oss-20b, gpt-oss-120b",
+    kinds=_ATTENTION,
+    windows="pattern",
+    bias_key="qkvo",
+    sinks=True,
+    experts="transposed",
+    defaults=_defaults(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        attention_bias=True,
+        sliding_window=128,
+        sliding_window_pattern=2,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
     ),
 )
 
@@ -429,6 +494,8 @@ FAMILIES = {
         QWEN35,
         QWEN35_MOE,
         QWEN3,
+        QWEN3_MOE,
+        GPT_OSS,
         QWEN2,
         LLAMA,
         MISTRAL,

@@ -20,6 +20,8 @@ class Form(enum.Enum):
     LOG = enum.auto()  # log(-x): A_log, the decay scale being -exp(A_log)
     ZERO = enum.auto()  # not at all: a bias the architecture has not
     OFFSETS = enum.auto()  # int64, token x at place i as x - i: EAGLE-3's d2t
+    TRANSPOSED = enum.auto()  # the last two axes swapped
+    ALTERNATING = enum.auto()  # TRANSPOSED if there are three axes; gate and up in turn
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,6 +44,33 @@ def float_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
+LAID_OUT = (Form.TRANSPOSED, Form.ALTERNATING)
+"""Forms that move numbers and change none. Source: transformers' ``gpt_oss``."""
+
+
+def lay_out(values: Array, form: Form) -> Array:
+    """Return a parameter's numbers in the order of the file.
+
+    Example: gate and up [E, 2 I] with rows g0 g1 u0 u1 are stored as g0 u0 g1 u1.
+
+    Args:
+      values: [E, X, Y], or [E, X].
+      form: one of :data:`LAID_OUT`.
+    """
+    if form is Form.ALTERNATING:
+        pairs = values.reshape(values.shape[0], 2, -1, *values.shape[2:])
+        values = np.swapaxes(pairs, 1, 2).reshape(values.shape)
+    return values.swapaxes(1, 2) if values.ndim == 3 else values
+
+
+def take_in(stored: Array, form: Form) -> Array:
+    """Return the inverse of :func:`lay_out`."""
+    values = stored.swapaxes(1, 2) if stored.ndim == 3 else stored
+    if form is not Form.ALTERNATING:
+        return values
+    return np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1)
+
+
 def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
     """A parameter's values as they are stored.
 
@@ -58,6 +87,8 @@ def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
     """
     if form is Form.PLAIN:
         return values.astype(dtype)
+    if form in LAID_OUT:
+        return lay_out(values, form).astype(dtype)
     if form is Form.OFFSETS:
         return values.astype(dtype) - np.arange(len(values), dtype=dtype)
     wide = values.astype(np.float64)
@@ -79,6 +110,8 @@ def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
     """Stored numbers as the parameter's values, rounded once from the exact ones into ``dtype``."""
     if form is Form.PLAIN:
         return stored.astype(dtype)
+    if form in LAID_OUT:
+        return take_in(stored, form).astype(dtype)
     if form is Form.OFFSETS:
         return (stored + np.arange(len(stored), dtype=stored.dtype)).astype(dtype)
     wide = stored.astype(np.float64)
@@ -87,7 +120,8 @@ def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
 
 def difference(values: Array, stored: Array, form: Form) -> float:
     """By how much reading ``stored`` differs from ``values``, at most."""
-    if form is Form.OFFSETS or (form is Form.PLAIN and stored.dtype == values.dtype):
+    moved = form is Form.PLAIN or form in LAID_OUT
+    if form is Form.OFFSETS or (moved and stored.dtype == values.dtype):
         return 0.0
     back = decode(stored, form, values.dtype).astype(np.float32)
     return float(np.max(np.abs(back - values.astype(np.float32)), initial=0.0))

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxdraft.checkpoint.families import PRE, QWEN35, Family
+from jaxdraft.checkpoint.families import LLAMA, PRE, QWEN35, QWEN35_MOE, Family
 from jaxdraft.checkpoint.forms import Form
 from jaxdraft.config import (
     AttentionConfig,
@@ -105,8 +105,8 @@ def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
         else:
             assert isinstance(shape, DeltaNetConfig)
             entries += _delta_net((*path, "mixer"), f"{name}.linear_attn", width, shape)
-        fused = "gate_up" in family.fused
-        entries += _feed_forward((*path, "mlp"), f"{name}.mlp", width, config.mlp, fused)
+        part = config.feed_forward(i)
+        entries += _feed_forward((*path, "mlp"), f"{name}.mlp", width, part, family)
     return entries
 
 
@@ -120,7 +120,7 @@ def mtp_layout(config: MtpConfig) -> list[Entry]:
         _one(("norm", "weight"), f"{MTP}norm.weight", width, form=norm),
         *_norms((), layer, width, norm),
         *_attention(("mixer",), f"{layer}.self_attn", width, config.attention, QWEN35),
-        *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp),
+        *_feed_forward(("mlp",), f"{layer}.mlp", width, config.mlp, QWEN35_MOE),
     ]
 
 
@@ -294,6 +294,8 @@ def _attention(
         entries.append(_biases((*path, "qkv_bias"), name, **rows))
     if config.out_bias:
         entries.append(_biases((*path, "o_bias"), name, o_proj=width))
+    if config.sinks:
+        entries.append(_one((*path, "sinks"), f"{name}.sinks", config.heads))
     return entries
 
 
@@ -317,12 +319,16 @@ def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> lis
 
 
 def _feed_forward(
-    path: Path, name: str, width: int, config: MlpConfig | MoeConfig, fused: bool = False
+    path: Path,
+    name: str,
+    width: int,
+    config: MlpConfig | MoeConfig,
+    family: Family = LLAMA,
 ) -> list[Entry]:
     if isinstance(config, MlpConfig):
         hidden = config.hidden
         rows = dict(gate_proj=hidden, up_proj=hidden)
-        if fused:
+        if "gate_up" in family.fused:
             rows = dict(gate_up_proj=2 * hidden)
         entries = [
             _rows((*path, "gate_up", "weight"), name, width, **rows),
@@ -332,16 +338,45 @@ def _feed_forward(
             entries.append(_biases((*path, "gate_up_bias"), name, **rows))
             entries.append(_biases((*path, "down_bias"), name, down_proj=width))
         return entries
-    experts, hidden = config.experts, config.hidden
-    gate_up = f"{name}.experts.gate_up_proj"
+    router = "router" if family.experts == "transposed" else "gate"
     entries = [
-        _one((*path, "router", "weight"), f"{name}.gate.weight", experts, width),
-        _one((*path, "gate_up"), gate_up, experts, 2 * hidden, width),
-        _one((*path, "down"), f"{name}.experts.down_proj", experts, width, hidden),
+        _one((*path, "router", "weight"), f"{name}.{router}.weight", config.experts, width),
+        *_experts(path, f"{name}.experts", width, config, family),
     ]
+    if config.router_bias:
+        entries.append(_one((*path, "router_bias"), f"{name}.{router}.bias", config.experts))
     if config.shared_hidden:
         shared = MlpConfig(hidden=config.shared_hidden)
         entries += _feed_forward((*path, "shared"), f"{name}.shared_expert", width, shared)
         gate = f"{name}.shared_expert_gate.weight"
         entries.append(_one((*path, "shared_gate", "weight"), gate, 1, width))
     return entries
+
+
+def _experts(
+    path: Path, name: str, width: int, config: MoeConfig, family: Family
+) -> Iterator[Entry]:
+    experts, hidden = config.experts, config.hidden
+    shapes = {"gate_up": (experts, 2 * hidden, width), "down": (experts, width, hidden)}
+    if family.experts == "separate":
+        for part, members in (("gate_up", ("gate", "up")), ("down", ("down",))):
+            rows = shapes[part][1] // len(members)
+            tensors = (
+                StoredTensor(f"{name}.{e}.{member}_proj.weight", (rows, shapes[part][2]))
+                for e in range(experts)
+                for member in members
+            )
+            yield Entry((*path, part), tuple(tensors), reshaped=shapes[part])
+        return
+    if family.experts == "stacked":
+        for part, shape in shapes.items():
+            yield _one((*path, part), f"{name}.{part}_proj", *shape)
+        return
+    for part, form in (("gate_up", Form.ALTERNATING), ("down", Form.TRANSPOSED)):
+        _, rows, columns = shapes[part]
+        stored = (StoredTensor(f"{name}.{part}_proj", (experts, columns, rows)),)
+        yield Entry((*path, part), stored, form, shapes[part])
+        if config.bias:
+            bias = f"{name}.{part}_proj_bias"
+            form = form if part == "gate_up" else Form.PLAIN
+            yield _one((*path, f"{part}_bias"), bias, experts, rows, form=form)

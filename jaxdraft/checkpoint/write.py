@@ -21,6 +21,7 @@ from jaxdraft.checkpoint.eagle3_config import eagle3_json
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
 from jaxdraft.checkpoint.forms import (
     INT4_GROUP,
+    LAID_OUT,
     Form,
     difference,
     encode,
@@ -388,7 +389,8 @@ class _Folders:
                 continue
             if leaf.shape != entry.shape:
                 raise ValueError(f"{label} has shape {leaf.shape}; expected {entry.shape}")
-            own = leaf.dtype if entry.form is Form.PLAIN else np.float32
+            exact = entry.form is Form.PLAIN or entry.form in LAID_OUT
+            own = leaf.dtype if exact else np.float32
             stored = self._stored(own)
             if entry.form is Form.OFFSETS:
                 stored = np.dtype(np.int64)
@@ -450,7 +452,9 @@ class _Folders:
         self, folder: str, leaf: Any, form: Form, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Callable[[], np.ndarray]:
         def make() -> np.ndarray:
-            values = np.asarray(leaf).reshape(-1)[start : start + tensor.size]
+            values = np.asarray(leaf)
+            if form not in LAID_OUT:  # those are one tensor
+                values = values.reshape(-1)[start : start + tensor.size]
             stored = encode(values, form, dtype)
             moved = difference(values, stored, form)
             if moved:

@@ -33,7 +33,9 @@ class Layer(nnx.Module):
     ``mlp_norm``; ``config.norms`` says which of the four there are.
     """
 
-    def __init__(self, config: TargetConfig, kind: str, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        kind = config.layers[index]
+
         def norm() -> RMSNorm:
             return RMSNorm(config.width, config.norm_eps, dtype=dtype)
 
@@ -49,7 +51,7 @@ class Layer(nnx.Module):
             self.mixer = Attention(config.width, shape, dtype=dtype, rngs=rngs)
         if config.norms != "post":
             self.post_norm = norm()
-        self.mlp = feed_forward(config.width, config.mlp, dtype=dtype, rngs=rngs)
+        self.mlp = feed_forward(config.width, config.feed_forward(index), dtype=dtype, rngs=rngs)
         if config.norms != "pre":
             self.mixer_norm = norm()
             self.mlp_norm = norm()
@@ -75,7 +77,7 @@ class Decoder(nnx.Module):
             rope, dim = config.sliding_rope, config.sliding.rotary_dim
             self.sliding_rotary = Rotary.of(rope, length, dim)
         self.layers = nnx.List(
-            [Layer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layers]
+            [Layer(config, i, dtype=dtype, rngs=rngs) for i in range(len(config.layers))]
         )
         self.norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
         if not config.tied:

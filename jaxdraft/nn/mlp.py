@@ -86,6 +86,11 @@ class Moe(nnx.Module):
         self.router = Linear(width, e, dtype=dtype, rngs=rngs)
         self.gate_up = nnx.Param(random(e, 2 * i, width))  # [E, gate rows then up rows, D]
         self.down = nnx.Param(random(e, width, i))
+        if config.router_bias:
+            self.router_bias = nnx.Param(jnp.zeros((e,), dtype))
+        if config.bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros((e, 2 * i), dtype))
+            self.down_bias = nnx.Param(jnp.zeros((e, width), dtype))
         if config.shared_hidden:
             self.shared = Mlp(width, config.shared_hidden, dtype=dtype, rngs=rngs)
             self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs)
@@ -107,14 +112,19 @@ class Moe(nnx.Module):
             part.table if isinstance(part, PackedExperts) else part[...]
             for part in (self.gate_up, self.down)
         )
-        return Experts(gate_up, down)
+        if not self.config.bias:
+            return Experts(gate_up, down)
+        return Experts(gate_up, down, self.gate_up_bias[...], self.down_bias[...])
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights [R, k] float32 and the indices [R, k] of the experts of each row.
 
         Renormalized weights are a softmax over the chosen experts alone, which is the same.
         """
-        probability = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
+        scores = self.router(rows)
+        if self.config.router_bias:
+            scores = scores + along_last(self.router_bias[...], scores)
+        probability = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
         best, chosen = jax.lax.top_k(probability, self.config.active)
         if self.config.renormalized:
             best = best / jnp.sum(best, axis=-1, keepdims=True)
