@@ -233,7 +233,10 @@ def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]
 
 
 def choose_drafter(
-    drafter: str | Path | None, folder: Path, found: Mapping[DrafterKind, Path]
+    drafter: str | Path | None,
+    folder: Path,
+    found: Mapping[DrafterKind, Path],
+    target: TargetFolder,
 ) -> Path | DrafterKind | None:
     """Return the folder of a drafter, the kind of one in the target's files, or None."""
     if drafter is None:
@@ -248,6 +251,17 @@ def choose_drafter(
     if (Path(drafter) / CONFIG).is_file():
         return Path(drafter)
     names = ", ".join([*found, "none", *SHIPPED])
+    if drafter == "mtp":
+        described = target.facts.mtp is not None or target.facts.mtp_problems
+        raise ValueError(
+            f"drafter is 'mtp': {folder} has no head for multi-token prediction. "
+            + (
+                f"{CONFIG} describes one, but there is no tensor {MTP}*"
+                if described
+                else f"{CONFIG} describes none (mtp_num_hidden_layers)"
+            )
+            + f"; expected {names}, or a folder"
+        )
     raise ValueError(
         f"drafter is {str(drafter)!r}: there is no such drafter at {folder}, and no {CONFIG} in a "
         f"folder of that name; expected {names}, or a folder"

@@ -100,7 +100,7 @@ def plan_checkpoint(
         plan.config = target.facts.config
         found = find_drafters(folder, target)
         plan.drafters = tuple(found)
-        chosen = choose_drafter(drafter, folder, found)
+        chosen = choose_drafter(drafter, folder, found, target)
         if isinstance(chosen, Path):
             plan.block = open_block(chosen, folder, target, plan.files, numbers, plan.remarks)
             plan.kind = plan.block.facts.config.kind

@@ -179,8 +179,19 @@ def test_a_head_that_is_described_and_not_stored(copy: Path) -> None:
     with pytest.warns(LoadWarning, match="mtp_num_hidden_layers"):
         assert jaxdraft.load(copy).info.drafter == "none"
     assert "loaded without it" in noted(copy)
-    with pytest.raises(ValueError, match="there is no such drafter"):
+    with pytest.raises(ValueError, match="no head for multi-token .* there is no tensor mtp"):
         jaxdraft.load(copy, drafter="mtp")
+
+
+def test_a_head_that_is_stored_in_part_is_an_error(copy: Path) -> None:
+    edit_tensors(weights(copy), lambda tensors: tensors.pop("mtp.fc.weight"))
+    for kind in ("dflash2", "dspark"):
+        shutil.rmtree(copy / kind)
+    for drafter in (None, "mtp"):
+        with pytest.raises(ValueError, match=r"tensor mtp\.fc\.weight: found nothing, expected sh"):
+            jaxdraft.load(copy, drafter=drafter)
+    assert not jaxdraft.inspect(copy).loads
+    jaxdraft.load(copy, drafter="none")
 
 
 def test_a_head_that_is_stored_and_not_described(copy: Path) -> None:
@@ -188,6 +199,8 @@ def test_a_head_that_is_stored_and_not_described(copy: Path) -> None:
     edit_json(copy / "target" / "config.json", lambda c: c[text].update(mtp_num_hidden_layers=0))
     with pytest.warns(LoadWarning, match="tensors mtp.\\* are not used"):
         jaxdraft.load(copy, drafter="none")
+    with pytest.raises(ValueError, match="no head for multi-token prediction. config.json desc"):
+        jaxdraft.load(copy, drafter="mtp")
     edit_json(copy / "target" / "config.json", lambda c: c[text].pop("mtp_num_hidden_layers"))
     with pytest.warns(LoadWarning, match="tensors mtp.\\* are not used"):
         jaxdraft.load(copy, drafter="none")
