@@ -32,6 +32,7 @@ from jaxdraft.config import (
     DeltaNetConfig,
     Eagle3Config,
     MlpConfig,
+    MoeConfig,
     MtpConfig,
     TargetConfig,
 )
@@ -329,8 +330,45 @@ def biased_target_config(**changes: Any) -> TargetConfig:
     return tiny_target_config(**{**fields, **changes})
 
 
+def experts_target_config(**changes: Any) -> TargetConfig:
+    """Attention alone, with the properties of gpt-oss: sinks, biases, experts that are clamped.
+
+    Layers with a window of six keys are first and last. The middle layer is dense.
+    """
+    attention = AttentionConfig(
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rotary_dim=16,
+        bias=True,
+        out_bias=True,
+        scale=0.25,
+        sinks=True,
+    )
+    fields: dict[str, Any] = dict(
+        layers=("sliding", "attention", "sliding"),
+        attention=attention,
+        sliding=replace(attention, window=6),
+        delta_net=None,
+        mlp=MoeConfig(
+            experts=6,
+            active=2,
+            hidden=24,
+            shared_hidden=0,
+            renormalized=False,
+            router_bias=True,
+            bias=True,
+            limit=1.0,
+        ),
+        dense=MlpConfig(hidden=48),
+        dense_layers=(1,),
+        rope=Rope(theta=1e4, kind="yarn", factor=4.0, original_length=64, truncate=False),
+    )
+    return tiny_target_config(**{**fields, **changes})
+
+
 def random_target(config: TargetConfig, seed: int = 0, dtype: Any = jnp.float32) -> DecoderTarget:
-    """Return a random decoder whose vectors are random, too: norms about 1, and biases.
+    """Return a random decoder whose vectors are random, too: norms about 1, biases and sinks.
 
     Args:
       config: description of a target without delta-net layers.
@@ -339,8 +377,8 @@ def random_target(config: TargetConfig, seed: int = 0, dtype: Any = jnp.float32)
     """
     decoder = Decoder(config, dtype=dtype, rngs=nnx.Rngs(seed))
     key = jax.random.key(seed)
-    for i, (_, value) in enumerate(nnx.to_flat_state(nnx.state(decoder, nnx.Param))):
-        if value.ndim == 1:
+    for i, (path, value) in enumerate(nnx.to_flat_state(nnx.state(decoder, nnx.Param))):
+        if value.ndim == 1 or str(path[-1]).endswith("_bias"):
             noise = jax.random.normal(jax.random.fold_in(key, i), value.shape, jnp.float32)
             value.set_value(value[...] + (0.3 * noise).astype(value.dtype))
     return DecoderTarget.of(decoder)
@@ -542,6 +580,7 @@ __all__ = [
     "biased_target_config",
     "check_pool",
     "check_stats",
+    "experts_target_config",
     "propose_tokens",
     "random_target",
     "run_rows_one_by_one",

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from jaxdraft.checkpoint.families import FAMILIES, Family
 
+_EXPERTS = {
+    "stacked": "experts beside a shared one",
+    "separate": "experts, in some layers",
+    "transposed": "experts with biases, clamped",
+}
+
 
 def properties(family: Family) -> dict[str, str]:
     """Return what sets the architecture apart, in words, by topic."""
@@ -20,7 +26,8 @@ def properties(family: Family) -> dict[str, str]:
     others = {
         "gated queries": family.gated,
         "delta-net layers": "delta_net" in dict(family.kinds),
-        "experts": family.moe,
+        "attention sinks": family.sinks,
+        _EXPERTS.get(family.experts, ""): bool(family.experts),
         "gelu_tanh": family.activation == "gelu_tanh",
         "scaled embedding": family.embedding_scaled,
         "query_pre_attn_scalar": family.query_scalar,

@@ -17,13 +17,18 @@ from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import (
     ScriptedDrafter,
     biased_target_config,
+    experts_target_config,
     random_target,
     windowed_target_config,
 )
 from jaxdraft.train.losses import language_loss
 from jaxdraft.train.sequence import decoder_rows
 
-CONFIGS = {"windowed": windowed_target_config, "biased": biased_target_config}
+CONFIGS = {
+    "windowed": windowed_target_config,
+    "biased": biased_target_config,
+    "experts": experts_target_config,
+}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11]]
 NEW = 14
 
@@ -62,11 +67,12 @@ def test_drafts_change_no_token(name: str) -> None:
     assert 0 < int(out.stats.accepted.sum()) < int(out.stats.proposed.sum())
 
 
-def test_requests_of_an_engine_have_the_same_tokens() -> None:
-    model = Model.of(target("windowed"))
+@pytest.mark.parametrize("name", ["windowed", "experts"])
+def test_requests_of_an_engine_have_the_same_tokens(name: str) -> None:
+    model = Model.of(target(name))
     with Engine(model, max_batch=2, context=64, page_size=8, pages=16) as engine:
         requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-        assert [request.result() for request in requests] == plain("windowed")
+        assert [request.result() for request in requests] == plain(name)
 
 
 @every
