@@ -88,9 +88,17 @@ def locate(folder: Path, location: str, file: str, where: str) -> Path:
     return contained(folder, location, file, where)
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path names a GGUF file."""
+    path = Path(path)
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 def is_checkpoint(folder: str | Path) -> bool:
-    """Return whether ``folder`` holds a checkpoint and no ONNX artifact."""
+    """Return whether ``folder`` holds a checkpoint and no ONNX artifact, or is a GGUF file."""
     folder = Path(folder)
+    if is_gguf(folder):
+        return True
     if (folder / GENAI_CONFIG).exists():
         return False
     return (folder / CONFIG).is_file() or (folder / TARGET / CONFIG).is_file()

@@ -129,6 +129,8 @@ class Report:
 
 
 def files_of(folder: Path) -> dict[str, int]:
+    if folder.is_file():
+        return {folder.name: folder.stat().st_size}
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))

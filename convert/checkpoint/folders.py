@@ -20,7 +20,7 @@ from convert.checkpoint.shards import read_tensors
 from convert.checkpoint.tensors import HEAD, Tensors, check_tensors
 from convert.errors import ArtifactError, Problems
 from convert.json_reader import read_json
-from convert.paths import CONFIG
+from convert.paths import CONFIG, is_gguf
 from convert.tensors import BOOL, FLOATS, DataFiles, same_numbers, type_name
 from convert.unused import (
     TOKENIZER_CONFIG,
@@ -119,6 +119,8 @@ def open_target(
     Raises:
       ArtifactError: with every problem found.
     """
+    if is_gguf(folder):
+        return _open_gguf(folder, files, remarks, context)
     home = folder if (folder / CONFIG).is_file() else folder / TARGET
     with _problems_of(home, folder) as problems, _remarks_of(home, folder, remarks) as own:
         outline = outline and is_outline(home)
@@ -150,6 +152,16 @@ def _prefixed(facts: TargetFacts, names: Collection[str]) -> TargetFacts:
     found = [p for p in prefixes if f"{p}embed_tokens.weight" in names] or prefixes
     family = dataclasses.replace(facts.family, prefixes=(found[0],))
     return dataclasses.replace(facts, family=family)
+
+
+def _open_gguf(path: Path, files: DataFiles, remarks: Remarks, context: int | None) -> TargetFolder:
+    """Read and check a target in a GGUF file."""
+    from convert.gguf.target import open_gguf  # a wing of its own, for those who need it
+
+    problems = Problems()
+    found = open_gguf(path, files, problems, remarks, context)
+    problems.raise_any()
+    return TargetFolder(path, found.layout, found.tensors, found.facts, [], found.stop_ids)
 
 
 def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:
@@ -220,7 +232,8 @@ def with_head(target: TargetFolder, folder: Path) -> TargetFolder:
 def find_drafters(folder: Path, target: TargetFolder) -> dict[DrafterKind, Path]:
     """Return the drafters that are present and their folders, in order of preference."""
     home = target.folder
-    bases = [folder, home, *([home.parent] if home.resolve().name == TARGET else [])]
+    beside = home.resolve().name == TARGET or is_gguf(home)
+    bases = [folder, home, *([home.parent] if beside else [])]
     found: dict[DrafterKind, Path] = {}
     for kind in folders():
         for base in bases:
@@ -392,6 +405,8 @@ def _remarks_of(part: Path, folder: Path, remarks: Remarks) -> Generator[Remarks
 
 def weights_file(folder: Path) -> str:
     """Return the file name that messages about tensors contain."""
+    if is_gguf(folder):
+        return folder.name
     return INDEX if (folder / INDEX).exists() else SINGLE
 
 
