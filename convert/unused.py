@@ -141,7 +141,7 @@ _LABEL = "a name or a version, for people and other programs"
 _CALL = "a choice of each call of transformers, not of the model"
 _CLASSIFIER = "for heads that classify, which are not here"
 _TEMPLATE = "text is encoded by tokenizer.json and the chat template, which hold these tokens"
-_VISION = "for pictures, which are not read: text alone is decoded"
+FOR_PICTURES = "for pictures, which are not read: text alone is decoded"
 
 CONFIG_KEYS = _table(
     (
@@ -169,7 +169,7 @@ CONFIG_KEYS = _table(
         "bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id cls_token_id",
     ),
     (
-        _VISION,
+        FOR_PICTURES,
         "vision_config vision_start_token_id vision_end_token_id image_token_id video_token_id"
         " image_token_index video_token_index vision_feature_layer audio_config"
         " language_model_only boi_token_index eoi_token_index mm_tokens_per_image",
@@ -358,7 +358,7 @@ TOKENIZER_KEYS = _table(
         " truncation_strategy pad_token_type_id truncation padding model_input_names",
     ),
     (
-        _VISION,
+        FOR_PICTURES,
         "image_token video_token vision_bos_token vision_eos_token audio_token"
         " audio_bos_token audio_eos_token",
     ),
@@ -406,7 +406,7 @@ _FILES = (
         r"|tokenizer\.model|tokenizer\.json\..*|vocab\.txt|tokenizer_config\.json\..*)$",
         "tokenizer.json holds the same",
     ),
-    (r"(^|_)(pre)?processor_config\.json$", _VISION),
+    (r"(^|_)(pre)?processor_config\.json$", FOR_PICTURES),
     (
         r"^((pytorch_model|tf_model|flax_model|rust_model|consolidated).*"
         r"|model.*\.(h5|msgpack|ot)|.*\.gguf)$",

@@ -353,11 +353,13 @@ class _Target:
 
     def _rotary(self, head_dim: int, section: ModelSection) -> int:
         """Return the number of channels that are rotated."""
-        fraction = self.family.rotary
-        if section.body.get("partial_rotary_factor") is not None:
-            fraction = section.number("partial_rotary_factor")
-        elif self.text.body.get("partial_rotary_factor") is not None:
-            fraction = self.text.number("partial_rotary_factor")
+        fraction, key = self.family.rotary, "partial_rotary_factor"
+        places = {id(s): s for s in (section, self.text)}.values()  # files may repeat it
+        stated = [place.number(key) for place in places if place.body.get(key) is not None]
+        if stated:
+            fraction = stated[0]
+        if stated and fraction != stated[-1]:
+            self.text.report(key, f"{fraction:g}, as {section.at(key)}")
         rotary = int(head_dim * fraction)
         if rotary % 2 or not 2 <= rotary <= head_dim:
             raise ArtifactError(

@@ -23,6 +23,7 @@ from convert.json_reader import read_json
 from convert.paths import CONFIG, is_gguf
 from convert.tensors import BOOL, FLOATS, DataFiles, same_numbers, type_name
 from convert.unused import (
+    FOR_PICTURES,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     Remarks,
@@ -142,6 +143,7 @@ def open_target(
             file = weights_file(home)
             check_tensors(layout, tensors, file, aside, problems, facts.quantized, own)
         _report_head(facts, tensors, own)
+        _report_aside(facts.family.aside, tensors, own)
         _report_files(home, tensors, own)
     return TargetFolder(home, layout, tensors, facts, [], stop_ids)
 
@@ -201,6 +203,17 @@ def _report_head(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> None
             tensors[stored[0]].file,
             f"{len(stored)} tensors {MTP}* are not used: {CONFIG} says no mtp_num_hidden_layers",
         )
+
+
+def _report_aside(prefixes: tuple[str, ...], tensors: Tensors, remarks: Remarks) -> None:
+    """Note the tensors of other parts of the model that the text model is a part of."""
+    for prefix in prefixes:
+        names = [name for name in tensors if name.startswith(prefix)]
+        if names:
+            remarks.note(
+                tensors[names[0]].file,
+                f"{len(names)} tensors {prefix}* are not read: {FOR_PICTURES}",
+            )
 
 
 def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:

@@ -119,7 +119,8 @@ def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
     for home in (plan.target, plan.block):
         if home is None:
             continue
-        unused = [name for name in home.tensors.keys() - used if not name.startswith(MTP)]
+        aside = (MTP, *plan.target.facts.family.aside) if home is plan.target else (MTP,)
+        unused = [name for name in home.tensors.keys() - used if not name.startswith(aside)]
         if unused:
             yield (
                 f"{len(unused)} tensors of {home.folder.name} are not used: {min(unused)}"
