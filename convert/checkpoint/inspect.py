@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from convert.build import recipe_bytes
-from convert.checkpoint.folders import PartFolder, weights_file
+from convert.checkpoint.folders import PartFolder, TargetFolder, weights_file
 from convert.checkpoint.outline import is_outline
 from convert.checkpoint.plan import CheckpointPlan, plan_checkpoint
 from convert.paths import CONFIG
@@ -119,7 +119,7 @@ def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
     for home in (plan.target, plan.block):
         if home is None:
             continue
-        aside = (MTP, *plan.target.facts.family.aside) if home is plan.target else (MTP,)
+        aside = (MTP, *home.facts.family.aside) if isinstance(home, TargetFolder) else (MTP,)
         unused = [name for name in home.tensors.keys() - used if not name.startswith(aside)]
         if unused:
             yield (
