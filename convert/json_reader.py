@@ -56,7 +56,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
+        raise ValueError(f"the key {twice!r} appears twice")
     return result
 
 
@@ -226,6 +226,6 @@ class Section:
         """Report every other key. With ``nulls``, one that is null is noted."""
         for key in sorted(self.body.keys() - set(keys)):
             if nulls and self.body[key] is None:
-                self.remarks.note(self.file, f"{self.at(key)} is null: not a setting that is known")
+                self.remarks.note(self.file, f"{self.at(key)} is null: an unknown setting")
             else:
                 self.report(key, "one of " + ", ".join(sorted(keys)), "an unknown key")

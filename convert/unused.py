@@ -123,7 +123,7 @@ def report_unread(
         if key in body.read or key in harmless:
             continue
         path = f"{where}.{key}" if where else key
-        text = f"{path} is {shown(value)}: not a setting that is known here, so it has no effect"
+        text = f"{path} is {shown(value)}: an unknown setting, which has no effect"
         (remarks.note if value is None else remarks.warn)(file, text)
 
 
@@ -132,14 +132,14 @@ def _table(*groups: tuple[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in groups for name in names.split()}
 
 
-_TRAINING = "matters in training alone"
+_TRAINING = "has an effect in training alone"
 _ACTIVATIONS = (
     "activations, keys and values stay floats: rounding them speeds up kernels that are not here, "
     "and the weights are the same without"
 )
 _LABEL = "a name or a version, for people and other programs"
 _CALL = "a choice of each call of transformers, not of the model"
-_CLASSIFIER = "for heads that classify, which are not here"
+_CLASSIFIER = "for classification heads, which are not loaded"
 _TEMPLATE = "text is encoded by tokenizer.json and the chat template, which hold these tokens"
 FOR_PICTURES = "for pictures, which are not read: text alone is decoded"
 
@@ -276,7 +276,7 @@ GENERATION_KEYS = {
     **CONFIG_KEYS,
     **_table(
         (_LABEL, "_from_model_config _commit_hash chat_format"),
-        ("each call says how many tokens it wants", "max_length max_new_tokens max_window_size"),
+        ("each call sets its own limit", "max_length max_new_tokens max_window_size"),
         ("beams and contrastive search, which other keys switch on", "early_stopping low_memory"),
         (
             "assisted generation of transformers; drafters are loaded and chosen here",
@@ -334,7 +334,7 @@ def report_generation(
         ):
             continue
         if key not in _RULES:
-            text = "not a setting that is known here, so it has no effect"
+            text = "an unknown setting, which has no effect"
         elif value is None or value in _RULES[key]:
             continue
         else:
@@ -346,7 +346,7 @@ def report_generation(
 TOKENIZER_KEYS = _table(
     (_LABEL, "tokenizer_class name_or_path _name_or_path auto_map processor_class backend"),
     (
-        "tokenizer.json holds what they say",
+        "tokenizer.json holds the same settings",
         "added_tokens_decoder additional_special_tokens add_prefix_space do_lower_case"
         " tokenizer_file vocab_file merges_file sp_model_kwargs legacy use_default_system_prompt"
         " spaces_between_special_tokens errors from_slow split_special_tokens trim_offsets"
@@ -456,7 +456,7 @@ def report_tokenizer(body: Mapping[str, Any], file: str, remarks: Remarks) -> No
         elif key == "clean_up_tokenization_spaces":
             if not value:
                 continue
-            text = "text is decoded as tokenizer.json says, spaces before punctuation included"
+            text = "text is decoded by tokenizer.json, spaces before punctuation included"
         else:
-            text = "not a setting that is known here, so it has no effect"
+            text = "an unknown setting, which has no effect"
         remarks.note(file, f"{key} is {shown(value)}: {text}")

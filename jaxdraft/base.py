@@ -354,8 +354,8 @@ class DrafterDefaults:
         if draft_tokens == part.draft_tokens:
             return part
         raise ValueError(
-            f"draft_tokens is {draft_tokens}; this {type(self).__name__} has {part.draft_tokens} "
-            "and no other number: draft_limit uses fewer"
+            f"draft_tokens is {draft_tokens}; the K of this {type(self).__name__} is fixed "
+            f"at {part.draft_tokens}: pass draft_limit to use fewer drafts"
         )
 
     def init_pool(self, batch: int, *, pages: int, page_size: int, columns: int) -> Any:

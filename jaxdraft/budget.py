@@ -323,7 +323,7 @@ class Plan:
             ),
         ]
         if isinstance(costs.drafter, Mirrored):
-            why = f"beside every target page, {_page_formula(costs.drafter.cache, self.page_size)}"
+            why = f"one per target page, {_page_formula(costs.drafter.cache, self.page_size)}"
             paid.append(
                 Term(name="drafter pages", count=self.pages, each=self.mirror_page_bytes, why=why)
             )
@@ -414,7 +414,7 @@ def _affordable(plan: Plan, memory: int) -> int:
     spent = 0
     for term in plan.fixed:
         if spent + term.bytes > memory:
-            before = f", and {spent} are spent before" if spent else ""
+            before = f", and {spent} bytes are allotted before" if spent else ""
             raise ValueError(
                 f"memory is {memory} bytes; {term.name}: {term.bytes} bytes needed "
                 f"({term.why}){before}"
@@ -425,8 +425,8 @@ def _affordable(plan: Plan, memory: int) -> int:
     pages = (memory - spent) // plan.page_bytes
     if not pages:
         raise ValueError(
-            f"memory is {memory} bytes and {spent} are spent before the first page; the "
-            f"{memory - spent} that are left hold no page of {plan.page_bytes} bytes "
+            f"memory is {memory} bytes and {spent} are allotted before the first page; the "
+            f"remaining {memory - spent} are less than a page of {plan.page_bytes} bytes "
             f"({plan.page_size} positions)"
         )
     return pages

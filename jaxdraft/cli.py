@@ -67,18 +67,22 @@ DraftTokensOption = Annotated[
     int | None, typer.Option(min=1, help="Drafts per round; default: the drafter's own.")
 ]
 MaxBatchOption = Annotated[
-    int | None, typer.Option(help="Rows at once; default: the artifact's, else 8.")
+    int | None, typer.Option(help="Rows decoded at once; default: the artifact's, else 8.")
 ]
 ContextOption = Annotated[
     int | None, typer.Option(help="Longest sequence; default: the artifact's.")
 ]
 PageSizeOption = Annotated[
-    int | None, typer.Option(help="Slots of a page; default: the artifact's, else 256.")
+    int | None, typer.Option(help="Slots per page; default: the artifact's, else 256.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 BlockedOption = Annotated[
     bool,
-    typer.Option("--blocked", help="Twice the memory for cheaper rounds of few drafts, on CPUs."),
+    typer.Option(
+        "--blocked",
+        help="Store the target's matrices in blocks, too: twice the memory, and cheaper rounds of "
+        "few drafts on CPUs.",
+    ),
 ]
 
 
@@ -110,7 +114,7 @@ def inspect(
     context: ContextOption = None,
     page_size: PageSizeOption = None,
     drafter: Annotated[
-        str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
+        str | None, typer.Option(help="Drafter of a checkpoint; default: the first.")
     ] = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -161,7 +165,7 @@ def plan_command(
     context: ContextOption = None,
     page_size: PageSizeOption = None,
     drafter: Annotated[
-        str | None, typer.Option(help="Which drafter of a checkpoint; default: the first.")
+        str | None, typer.Option(help="Drafter of a checkpoint; default: the first.")
     ] = None,
     revision: RevisionOption = None,
     as_json: JsonOption = False,
@@ -198,11 +202,11 @@ def generate_command(
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     draft_limit: Annotated[
-        int | None, typer.Option(min=0, help="The most drafts per round.")
+        int | None, typer.Option(min=0, help="Maximum number of drafts per round.")
     ] = None,
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
-    chat: Annotated[bool, typer.Option(help="Put the prompt through the chat template.")] = False,
+    chat: Annotated[bool, typer.Option(help="Apply the chat template to the prompt.")] = False,
     dtype: DTypeOption = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
@@ -210,10 +214,12 @@ def generate_command(
     min_p: Annotated[float, typer.Option(help="0: off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
     proposals: Annotated[
-        str, typer.Option(help="Drafts of sampled rows: lattice, greedy_path, independent, none.")
+        str, typer.Option(help="How sampled rows draft: lattice, greedy_path, independent, none.")
     ] = "lattice",
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends the text; may be repeated.")
+    ] = None,
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with _friendly():
@@ -256,15 +262,23 @@ def generate_command(
 @app.command()
 def save(
     folder: Folder,
-    out: Annotated[Path, typer.Argument(help="Folder to make: target, dflash2, dspark.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder to create, with a folder for the target and one for each drafter."
+        ),
+    ],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the stored tensors; default: the model's.")
+        str | None, typer.Option(help="Data type of the stored tensors; default: the model's.")
     ] = None,
     int8: Annotated[
-        bool, typer.Option("--int8", help="Matrices of block drafters in eight bits.")
+        bool, typer.Option("--int8", help="Store the matrices of block drafters in eight bits.")
     ] = False,
     int4: Annotated[
-        bool, typer.Option("--int4", help="Matrices of the target and its drafters in four bits.")
+        bool,
+        typer.Option(
+            "--int4", help="Store the matrices of the target and its drafters in four bits."
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a saved checkpoint.")] = False,
     revision: RevisionOption = None,

@@ -493,8 +493,8 @@ class Eagle3Config:
             raise ValueError(f"draft_vocab_size is {size}; expected own_head with it")
         if not (self.own_embedding and self.own_head) and self.width != self.tap_width:
             raise ValueError(
-                f"width is {self.width} and the target's is {self.tap_width}; expected the same "
-                "without an embedding and a head of its own"
+                f"width is {self.width} and the target's is {self.tap_width}; expected the "
+                "same width unless the drafter has its own embedding and head"
             )
 
     @property

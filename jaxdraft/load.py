@@ -192,7 +192,9 @@ def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
     """Warn once about all settings of the files that are not applied."""
     if loaded.warnings:
         lines = "".join(f"\n  {text}" for text in loaded.warnings)
-        warnings.warn(f"{folder} asks for what it does not get:{lines}", LoadWarning, stacklevel=3)
+        warnings.warn(
+            f"{folder} has settings that are not applied:{lines}", LoadWarning, stacklevel=3
+        )
 
 
 def assemble(

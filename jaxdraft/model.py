@@ -112,7 +112,7 @@ class Model:
         if name == "ngram":
             return NgramDrafter()
         raise ValueError(
-            f"drafter {name!r} is not here: this model has "
+            f"drafter {name!r} is unknown; this model has "
             + (f"{own!r}" if own != "none" else "no drafter of its own")
-            + "; 'auto', 'none' and 'ngram' always work, and two with a plus between"
+            + "; 'auto', 'none', 'ngram' and two names joined by a plus always work"
         )

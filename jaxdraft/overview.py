@@ -108,7 +108,7 @@ def overview(
     target, own = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):
         listed = "; ".join(str(problem) for problem in report.problems)
-        raise ValueError(f"{folder} would not load, so nothing fits: {listed}")
+        raise ValueError(f"{folder} cannot be loaded, so nothing can be planned: {listed}")
     assert target.counts is not None and report.context_length is not None
     parts = [part for part in (target, own) if part is not None]
     fits = []

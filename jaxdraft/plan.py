@@ -69,11 +69,13 @@ def plan(
     if isinstance(model, Model):
         if drafter is not None:
             raise ValueError(
-                f"drafter is {str(drafter)!r}; a loaded model has one, and only a checkpoint's "
-                "folder has several to choose from"
+                f"drafter is {str(drafter)!r}; a loaded model has its drafter, and only "
+                "the folder of a checkpoint offers a choice"
             )
         if revision is not None:
-            raise ValueError(f"revision is {revision!r}; a loaded model has none to choose from")
+            raise ValueError(
+                f"revision is {revision!r}; only a repository has revisions, not a loaded model"
+            )
         rows = check_int("max_batch", MAX_BATCH if max_batch is None else max_batch)
         size = PAGE_SIZE if page_size is None else page_size
         longest = model.info.context_length
@@ -206,7 +208,7 @@ def _folder_costs(
     target, drafter = report.target, report.drafter
     if report.problems or target is None or not isinstance(target.config, TargetConfig):
         listed = "; ".join(str(problem) for problem in report.problems)
-        raise ValueError(f"{folder} would not load, so nothing fits: {listed}")
+        raise ValueError(f"{folder} cannot be loaded, so nothing can be planned: {listed}")
     weights, cost = target.weight_bytes, None
     if drafter is not None:
         weights += drafter.weight_bytes

@@ -100,7 +100,9 @@ def arrays(model: Model, prompts: Prompts, lengths: Any) -> tuple[Any, Any]:
     if isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim == 2:
         return _padded(model, prompts, lengths)
     if lengths is not None:
-        raise ValueError("lengths go with a [B, P] array of ids; these prompts carry their own")
+        raise ValueError(
+            "lengths belong to a [B, P] array of ids; these prompts have their own lengths"
+        )
     rows = _rows(model, prompts)
     if not traced(rows):
         return check_ids(model, [host(row) for row in rows])

@@ -120,7 +120,9 @@ def token_automaton(strings: Sequence[str], tokens: Sequence[bytes], vocab: int)
     over_bytes, ends = byte_automaton(strings)
     states = over_bytes.shape[0]
     if states > 2**14:
-        raise ValueError(f"stop strings have {states - 1} bytes together; expected below {2**14}")
+        raise ValueError(
+            f"stop strings have {states - 1} bytes together; expected fewer than {2**14}"
+        )
     size = power_of_two(states, least=16)
     lengths = np.zeros(vocab, np.int64)
     known = min(vocab, len(tokens))

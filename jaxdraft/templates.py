@@ -211,7 +211,7 @@ def _choose(
         return named["default"]
     if named:
         raise ValueError(
-            f"{source} has chat templates {sorted(named)} and none is the default; give "
+            f"{source} has chat templates {sorted(named)} and none is the default; pass "
             "chat_template=NAME"
         )
     raise ValueError(f"{source} has no chat template; encode a prompt instead")
@@ -225,7 +225,7 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         raise ValueError("the conversation is empty; expected at least one message")
     for given, message in zip(messages, chat, strict=True):
         if not isinstance(message, dict) or "role" not in message:
-            raise ValueError(f"a message is a mapping with a 'role', not {given!r}")
+            raise ValueError(f"a message is {given!r}; expected a mapping with a 'role'")
     chat = [{k: v for k, v in message.items() if v is not None} for message in chat]
     for message in chat:  # names of the same thing in different templates
         reasoning = next((message[name] for name in _REASONING if name in message), None)
@@ -287,8 +287,8 @@ def _continued(shown: str, final: str) -> str:
     mark = _MARK.strip()
     if final.strip() not in shown or mark not in shown:
         raise ValueError(
-            "continue_final_message: the last message is not in the rendered conversation as it "
-            f"stands; the chat template changes or drops it: {final!r}"
+            "continue_final_message: the rendered conversation does not hold the last "
+            f"message verbatim; the chat template changes or drops it: {final!r}"
         )
     end = shown.rindex(mark)
     kept = shown[:end]

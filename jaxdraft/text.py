@@ -434,8 +434,8 @@ def _byte_reader(tokenizer: Tokenizer, source: str) -> Callable[[str], bytes]:
         return letters
     if _settling(description) == "end" or "CTC" in kinds:
         raise ValueError(
-            f"{source} decodes with {kinds}, where the text of a token depends on the tokens "
-            "after it or is not its own: stop strings need another tokenizer"
+            f"{source} decodes with {kinds}, where the text of a token depends on other "
+            "tokens: stop strings cannot be used with this tokenizer"
         )
     before = tokenizer.decoder.decode(["x"])
 

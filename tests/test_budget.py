@@ -207,14 +207,14 @@ def test_impossible_budgets_say_why() -> None:
     with pytest.raises(ValueError, match="memory is 999 bytes; weights: 1000 bytes needed"):
         cut(costs, memory=999)
     with pytest.raises(
-        ValueError, match="recurrent state: 600 bytes needed.*1000 are spent before"
+        ValueError, match="recurrent state: 600 bytes needed.*1000 bytes are allotted before"
     ):
         cut(costs, memory=1599, max_batch=2)
     # A ring has ceil(56 / 16) + 1 = 5 pages of 131072 bytes.
     with pytest.raises(ValueError, match=r"drafter rings: 1310720 bytes needed.*\+ 1 = 5 pages"):
         cut(costs, memory=1600 + 1_310_719, max_batch=2)
     fixed = 1600 + 1_310_720
-    with pytest.raises(ValueError, match="65535 that are left hold no page of 65536 bytes"):
+    with pytest.raises(ValueError, match="remaining 65535 are less than a page of 65536 bytes"):
         cut(costs, memory=fixed + 65_535, max_batch=2)
     assert cut(costs, memory=fixed + 65_536, max_batch=2).pages == 1
     for both in ({}, {"memory": 1, "pages": 1}):

@@ -103,7 +103,7 @@ def test_the_defaults() -> None:
     pooled = drafter.init_pool(2, pages=9, page_size=4, columns=3)
     assert pooled.tolist() == [[12], [12]], "the whole state in every row, for 12 positions"
     assert drafter.with_draft_tokens(K).draft_tokens == K
-    with pytest.raises(ValueError, match="draft_tokens is 2; this Bare has 3 and no other number"):
+    with pytest.raises(ValueError, match="draft_tokens is 2; the K of this Bare is fixed at 3"):
         drafter.with_draft_tokens(2)
     target = full_target(BareTarget(TARGET))
     assert target.init_pool(1, pages=1, page_size=48, columns=2).length.tolist() == [0]

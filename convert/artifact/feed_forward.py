@@ -139,7 +139,7 @@ def _quantized_experts(
         raise ArtifactError(
             walk.file,
             f"{label}, {role}",
-            f"{width} values a row in blocks of {block}",
+            f"{width} values per row in blocks of {block}",
             "whole blocks",
         )
     blocks = Blocks(bits, block, width, zero=1 << (bits - 1))

@@ -446,7 +446,7 @@ class _Reader:
                 places.append(parent.inner(inner, parent.at(key)))
         for place in places:
             for key in sorted(_MISPLACED & set(place.body)):
-                place.report(key, "it in a drafter's section")
+                place.report(key, "this key inside a drafter's section")
 
     def engine(self) -> tuple[int | None, int | None]:
         """Return the page size and rows of the engine's section."""
@@ -480,7 +480,7 @@ class _Reader:
         length = search.body.get("max_length")
         if is_integer(length) and length < context:
             self.remarks.note(
-                CONFIG, f"search.max_length is {length}: each call says how many tokens it wants"
+                CONFIG, f"search.max_length is {length}: each call sets its own limit"
             )
 
     def files(self, decoder: DecoderSection, drafter: DrafterSection | None) -> None:
@@ -575,5 +575,5 @@ def _distinct(section: Section, inputs: Names, outputs: Names) -> None:
             path = f"{section.at(part)}.{role}"
             if name in owner:
                 found = f"{name!r}, as {owner[name]}"
-                section.problems.report(CONFIG, path, found, "a name of its own")
+                section.problems.report(CONFIG, path, found, "a unique name")
             owner[name] = path

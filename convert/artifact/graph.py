@@ -189,7 +189,7 @@ def _load(path: Path) -> onnx.ModelProto:
         if isinstance(error, ArtifactError):
             raise
         raise ArtifactError(
-            path.name, "contents", "bytes that are no ONNX model, or half of one", "an ONNX model"
+            path.name, "contents", "bytes that are not a whole ONNX model", "an ONNX model"
         ) from error
     if not model.HasField("graph") or not model.graph.node:
         raise ArtifactError(path.name, "graph", "no node", "an ONNX model")
@@ -260,7 +260,7 @@ def _tensor(proto: TensorProto, file: str, files: DataFiles, *, name: str = "") 
         raise ArtifactError(file, where, f"data type {type_name(data_type)}", f"one of {known}")
     shape = tuple(proto.dims)
     if any(d < 0 for d in shape) or math.prod(shape) >= 1 << 62:
-        raise ArtifactError(file, where, f"shape {list(shape)}", "sizes that can exist")
+        raise ArtifactError(file, where, f"shape {list(shape)}", "sizes that are not negative")
     if proto.HasField("segment"):
         raise ArtifactError(file, where, "a segmented tensor", "a whole one")
     place, inline = None, None

@@ -107,7 +107,7 @@ def plan_artifact(
     kind = config.drafter.kind if config.drafter else "none"
     if drafter not in (None, "none", kind):
         raise ValueError(
-            f"drafter is {str(drafter)!r}; only a checkpoint has several to choose from, and this "
+            f"drafter is {str(drafter)!r}; only a checkpoint offers a choice, and this "
             f"artifact has {kind!r}"
         )
     plan.target_graph = graph = attempt(lambda: Graph(config.decoder.path, plan.files))

@@ -103,7 +103,7 @@ def _zero_points(
     stored = walk.graph.initializers.get(name)
     if stored is None:
         raise ArtifactError(
-            walk.file, where, f"{name!r}, which is no initializer", "an initializer"
+            walk.file, where, f"{name!r}, which is not an initializer", "an initializer"
         )
     columns = blocks.zero_bytes if stored.data_type == UINT8 else blocks.count
     shape = (rows * columns,) if len(stored.shape) == 1 else (rows, columns)
@@ -161,7 +161,7 @@ def _gather_quantized(walk: Walk, call: Call, vocab: int, width: int) -> Quantiz
         zero = 0 if typed else 1 << (bits - 1)
         blocks = Blocks(bits, block, width, zero=zero, signed=signed)
         if width * bits % 8:
-            raise ArtifactError(walk.file, where, f"{width} values a row", "whole bytes a row")
+            raise ArtifactError(walk.file, where, f"{width} values per row", "whole bytes per row")
         columns = width if typed else width * bits // 8
         packed = walk.tensor(name, where, shape=(vocab, columns), dtypes=(INT4, UINT4, UINT8))
     scales = _scales(walk, call["scales"], label, vocab, blocks)

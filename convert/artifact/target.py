@@ -313,8 +313,8 @@ class _TargetReader:
             raise ArtifactError(
                 self.walk.file,
                 f"initializer {table.tensors[0].name}",
-                "an embedding and a head that read it differently",
-                "one reading",
+                "an embedding and a head that dequantize it differently",
+                "one way to dequantize it",
             )
         return True
 

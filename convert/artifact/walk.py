@@ -244,7 +244,7 @@ class Walk:
         """Return ``name`` as an initializer of a shape (None: any size) and one of some types."""
         found = self.graph.initializers.get(name)
         if found is None:
-            what = f"{name!r}, which is no initializer" if name else "none"
+            what = f"{name!r}, which is not an initializer" if name else "none"
             raise ArtifactError(self.file, where, what, "an initializer")
         self._tensors.add(name)
         if len(found.shape) != len(shape):

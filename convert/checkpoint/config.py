@@ -125,7 +125,9 @@ class _Target:
             section.only("use_bidirectional_attention", False)
             section.only("pruned_heads", {}, [])
         if top is not text and text.body.get("quantization_config") is not None:
-            raise text.fail("quantization_config", "none here: it stands outside")
+            raise text.fail(
+                "quantization_config", "none here, because the file has one at the top level"
+            )
         text.only("attn_output_gate", self.family.gated)
         width, vocab = text.integer("hidden_size"), text.integer("vocab_size")
         self._activation()

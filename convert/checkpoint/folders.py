@@ -201,7 +201,7 @@ def _report_head(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> None
     elif stored and not described:
         remarks.warn(
             tensors[stored[0]].file,
-            f"{len(stored)} tensors {MTP}* are not used: {CONFIG} says no mtp_num_hidden_layers",
+            f"{len(stored)} tensors {MTP}* are not used: {CONFIG} has no mtp_num_hidden_layers",
         )
 
 

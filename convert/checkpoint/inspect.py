@@ -111,7 +111,7 @@ def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
     yield from plan.remarks.all
     others = [kind for kind in plan.drafters if kind != plan.kind]
     if others:
-        yield f"drafters that were not looked at: {', '.join(others)}"
+        yield f"drafters that were not inspected: {', '.join(others)}"
     used: set[str] = set()
     for shell in plan.shells.values():
         for recipe in shell.recipes.values():

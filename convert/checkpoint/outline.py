@@ -65,9 +65,7 @@ def described_tensors(
     remarks.note(CONFIG, "no weights lie beside it: the report follows from the settings alone")
     expected = {part.name for entry in layout for part in entry.tensors}
     if facts.quantized is not None:
-        words = (
-            "matrices are quantized; counts and bytes are those of the numbers that they stand for"
-        )
+        words = "matrices are quantized; counts and bytes are those of the numbers that they encode"
         remarks.note(CONFIG, words)
     elif names is not None:
         others = {n for n in names - expected if not n.startswith(aside)}

@@ -129,7 +129,7 @@ def _expected_scales(scheme: Scheme, rows: int, columns: int, blocks: int) -> Ex
     if scheme.rows != 1:
         high = -(-rows // (scheme.rows or rows))
         return Expected.of(high, blocks, note=f", a scale per {scheme.rows} x {size}")
-    return Expected.of(rows, blocks, note=f", a scale for {size}")
+    return Expected.of(rows, blocks, note=f", a scale per {size} numbers")
 
 
 def optional(scheme: Scheme, name: str) -> set[str]:

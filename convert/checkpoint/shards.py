@@ -87,7 +87,7 @@ def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, 
         for name in sorted(shard.keys() - {n for n, f in weight_map.items() if f == file}):
             listed = weight_map.get(name)
             if listed is None:
-                raise ArtifactError(file, f"tensor {name}", "a tensor", f"none, as {INDEX} says")
+                raise ArtifactError(file, f"tensor {name}", "a tensor", f"none, as in {INDEX}")
             if not same_numbers(shard[name], shards[listed][name]):
                 expected = f"those of {listed}, which {INDEX} names"
                 raise ArtifactError(file, f"tensor {name}", "other numbers", expected)

@@ -155,7 +155,7 @@ def _check_others(
         for part in entry.tensors
         if len(part.shape) == 2
     }
-    hints = {HEAD: f" ({CONFIG} says tie_word_embeddings)"}
+    hints = {HEAD: f" ({CONFIG} sets tie_word_embeddings)"}
     for name in sorted(tensors.keys() - expected.keys()):
         tensor = tensors[name]
         if name.startswith(aside):

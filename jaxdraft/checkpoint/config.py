@@ -330,7 +330,7 @@ def check_target(
     if mtp is None:
         return
     if not family.gated:
-        raise ValueError(f"a multi-token-prediction head has no place in {what}")
+        raise ValueError(f"{what} cannot hold a multi-token-prediction head")
     for field in ("vocab_size", "width", "attention", "mlp", "norm_eps", "context_length"):
         _says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
 
@@ -342,7 +342,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
         if kind not in dict(family.kinds):
             raise ValueError(f"layers are {config.layers}; {what} has no layers of kind {kind!r}")
     if family.windows == "number" and len(set(config.layers)) > 1:
-        raise ValueError(f"layers are {config.layers}; in {what} all are of one kind")
+        raise ValueError(f"layers are {config.layers}; {what} has layers of one kind only")
     for shape in config.softmax:
         _attention_says(
             shape,
@@ -444,7 +444,7 @@ def _attention_says(
 
 def _says(what: str, field: str, found: Any, expected: Any) -> None:
     if found != expected:
-        raise ValueError(f"{field} is {found!r}; {what} can only say {expected!r}")
+        raise ValueError(f"{field} is {found!r}; {what} can only express {expected!r}")
 
 
 def _says_nearly(what: str, field: str, found: float, expected: float) -> None:

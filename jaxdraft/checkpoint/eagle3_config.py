@@ -129,7 +129,7 @@ def _check(config: Eagle3Config, taps: tuple[int, ...]) -> None:
         ("taps", len(taps), config.taps),
     ):
         if found != expected:
-            raise ValueError(f"{name} is {found!r}; an EAGLE-3 file can only say {expected!r}")
+            raise ValueError(f"{name} is {found!r}; an EAGLE-3 file can only express {expected!r}")
     if config.spelling == "midlayer":
         for name in ("fc_norm", "norm_before_residual", "norm_output"):
             if getattr(config, name):

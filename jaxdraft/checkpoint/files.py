@@ -87,7 +87,7 @@ def check_free(folder: Path, parts: Collection[str], *, overwrite: bool) -> None
     if not overwrite:
         raise FileExistsError(f"{folder} exists; overwrite=True replaces a saved checkpoint")
     if folder.is_symlink() or not folder.is_dir():
-        raise FileExistsError(f"{folder} is no folder; only a saved checkpoint is replaced")
+        raise FileExistsError(f"{folder} is not a folder; only a saved checkpoint is replaced")
     names = sorted(path.name for path in folder.iterdir())
     if not names or not set(names) <= set(parts):
         raise FileExistsError(

@@ -164,7 +164,7 @@ def save(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     check_free(folder, (TARGET, *kinds.folders()), overwrite=overwrite)
     if int8 and int4:
-        raise ValueError("int8 and int4 are both asked for; expected one of them")
+        raise ValueError("int8 and int4 are both True; expected at most one of them")
     bits = 4 if int4 else 8 if int8 else None
     rounded: dict[str, float] = {}
     folders = _Folders(model, drafters, stored, computed, dict(rope or {}), stop_ids, bits, rounded)
@@ -214,7 +214,7 @@ class _Folders:
             raise ValueError(f"the target is a {type(target).__name__}; expected a DecoderTarget")
         if any(isinstance(inner, BlockedLinear) for _, inner in nnx.iter_modules(target.decoder())):
             raise ValueError(
-                "the target has its matrices in blocks, too: load it without blocked=True"
+                "the target also holds its matrices in blocks: load it without blocked=True"
             )
         self.target = target
         chosen = self._choose(drafters)
@@ -243,7 +243,9 @@ class _Folders:
                     "Eagle3Drafter, an MtpDrafter, or one without weights"
                 )
             if chosen.setdefault(kind, drafter) is not drafter:
-                raise ValueError(f"there are two {kind} drafters; expected one of a kind")
+                raise ValueError(
+                    f"there are two {kind} drafters; expected at most one of each kind"
+                )
             self._check_shared(drafter, kind)
         return chosen
 
@@ -262,7 +264,10 @@ class _Folders:
             if theirs is None:  # it has one of its own
                 continue
             if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
-                raise ValueError(f"{kind}: the {what} is not the target's, and has no other place")
+                raise ValueError(
+                    f"{kind}: the {what} is not the target's, and the layout has no tensor for "
+                    "another"
+                )
         shared = ["vocab_size", "context_length"]
         if not isinstance(drafter, Eagle3Drafter):  # of any width with an embedding of its own
             shared.append("width")
@@ -278,7 +283,7 @@ class _Folders:
         family = config_json.family_of(config)
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
         if bits and isinstance(config.mlp, MoeConfig):
-            raise ValueError("int4 is asked for, and there are experts; expected a dense target")
+            raise ValueError("int4 is True, and the target has experts; expected a dense target")
         ropes = self._target_ropes(found)
         stored = self._stored(self.target.dtype)
         body = config_json.target_json(
@@ -363,7 +368,7 @@ class _Folders:
         rope = recover(*_tables(folder, found, module))
         if rope is None:
             raise ValueError(
-                f"{folder}: the rotary tables are of no plain base; say what they are: "
+                f"{folder}: cannot infer rope_theta from the rotary tables; pass "
                 f"rope={{{folder!r}: jaxdraft.checkpoint.Rope(...)}}"
             )
         return rope
@@ -385,7 +390,7 @@ class _Folders:
                 raise ValueError(f"{label} is missing")
             if entry.form is Form.ZERO:
                 if np.any(np.asarray(leaf) != 0):
-                    raise ValueError(f"{label} is not zero; the layout has no place for it")
+                    raise ValueError(f"{label} is not zero; the layout has no tensor for it")
                 continue
             if leaf.shape != entry.shape:
                 raise ValueError(f"{label} has shape {leaf.shape}; expected {entry.shape}")
@@ -429,8 +434,8 @@ class _Folders:
         rows, columns = tensor.shape
         if columns % INT4_GROUP:
             raise ValueError(
-                f"{folder}: tensor {tensor.name} has rows of {columns}; four bits need a multiple "
-                f"of {INT4_GROUP}"
+                f"{folder}: tensor {tensor.name} has rows of {columns}; int4 needs a "
+                f"multiple of {INT4_GROUP}"
             )
 
         @functools.cache
@@ -469,7 +474,8 @@ def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndar
     wide = np.asarray(leaf).reshape(-1)[start : start + tensor.size].astype(np.float32)
     if not np.isfinite(wide).all():
         raise ValueError(
-            f"{folder}: tensor {tensor.name} has numbers that are not finite; no integer says those"
+            f"{folder}: tensor {tensor.name} has numbers that are not finite; integers "
+            "cannot represent them"
         )
     return wide.reshape(tensor.shape)
 
@@ -491,7 +497,7 @@ def _tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     paths = (module, "cos"), (module, "sin")
     if any(path not in found for path in paths):
-        raise ValueError(f"{folder}: there are no rotary tables; a checkpoint describes some")
+        raise ValueError(f"{folder}: there are no rotary tables; a checkpoint must describe some")
     cos, sin = (np.asarray(found[path]) for path in paths)
     return cos, sin
 

@@ -178,7 +178,9 @@ class BlockDrafter(DrafterDefaults):
             )
         if rings is not None:
             if columns is not None:
-                raise ValueError(f"columns is {columns}; a ring has as many as its window needs")
+                raise ValueError(
+                    f"columns is {columns}; in a pool of rings the window decides them"
+                )
             total = check_int("rings", rings) * ring_pages(a.window, c.block_size, page_size)
             check_slots("the drafter's pool", total, page_size)
             return _start(

@@ -71,7 +71,9 @@ class ConfidentDrafter(Wrapper):
         state, proposal, info = guard.propose(self.inner, state, feed)
         if proposal.lattice is None:
             kind = type(self.inner).__name__
-            raise ValueError(f"inner is a {kind}, which proposes no lattice to be judged by")
+            raise ValueError(
+                f"inner is a {kind}, whose proposals have no lattice; expected a block drafter"
+            )
         length = self.width(proposal.lattice, proposal.length)
         pauses = (proposal.length > 0) & (length == 0)
         reason = jnp.where(pauses, NoDraft.PAUSED, info.reason).astype(jnp.int32)

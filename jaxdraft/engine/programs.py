@@ -46,7 +46,7 @@ class Buckets:
         for name in ("rows", "chunks", "columns"):
             sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 0:
-                raise ValueError(f"{name} is {sizes}; expected rising sizes")
+                raise ValueError(f"{name} is {sizes}; expected ascending sizes")
 
     @classmethod
     def of(cls, *, max_batch: int, chunk: int, columns: int) -> Buckets:

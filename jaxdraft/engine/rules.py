@@ -230,8 +230,8 @@ def check_rules(
     """
     if options.sampling is not None and options.sampling.mask is not None:
         raise ValueError(
-            "sampling.mask is a function and belongs to a whole program: generate takes one; "
-            "requests that share a batch take arrays (allowed, logit_bias)"
+            "sampling.mask is a function, which only generate accepts; in an engine, pass "
+            "arrays (allowed, logit_bias)"
         )
     integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with their minimum
     given = {name: (getattr(options, name), low) for name, low in integers.items()}

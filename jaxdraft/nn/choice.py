@@ -77,8 +77,8 @@ def check_device(device: Any) -> None:
     """
     if device.platform == "cpu":
         warnings.warn(
-            "kernels is 'pallas' and the device a CPU, where kernels run interpreted: that is for "
-            "tests, and slower than kernels='xla'",
+            "kernels is 'pallas' and the device is a CPU, where kernels run interpreted: "
+            "this is meant for tests, and slower than kernels='xla'",
             stacklevel=4,
         )
         return

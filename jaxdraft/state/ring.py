@@ -223,8 +223,8 @@ def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.A
     steps = keys.shape[1]
     if steps > ring.rows:
         raise ValueError(
-            f"{steps} rows at once; a ring of {ring.slots} slots with a window of {ring.window} "
-            f"was made for {ring.rows}"
+            f"{steps} rows are written at once; a ring of {ring.slots} slots with a window "
+            f"of {ring.window} has room for {ring.rows}"
         )
     step = jnp.arange(steps, dtype=jnp.int32)[None]
     # Example, Z = 4, R = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.

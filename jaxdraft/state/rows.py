@@ -93,8 +93,8 @@ def engine_owned(state: State) -> State:
     def own_pool(pool: Any) -> Any:
         if pool.dense:
             raise ValueError(
-                "a state holds a pool of one page a row, whose rows cannot be taken apart: give "
-                "its target or drafter an init_pool"
+                "a state holds a pool of one page per row, whose rows cannot be "
+                "separated: its target or drafter needs an init_pool"
             )
         pool = replace(pool, free_count=jnp.zeros((), jnp.int32))
         return replace(pool, table=pool.table[:, :0]) if isinstance(pool, PagedPool) else pool

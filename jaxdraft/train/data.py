@@ -36,7 +36,8 @@ class TokenWindows:
     def __post_init__(self) -> None:
         if self.batches_per_epoch < 1:
             raise ValueError(
-                f"{self.tokens.size} tokens make no batch of {self.batch} windows of {self.length}"
+                f"{self.tokens.size} tokens are too few for a batch of {self.batch} "
+                f"windows of {self.length}"
             )
 
     @property

@@ -53,7 +53,7 @@ def test_a_report_agrees_with_what_is_loaded(kind: str, saved: Path) -> None:
         assert part.weight_bytes == loaded.weight_bytes[name] > part.stored_bytes  # rotary tables
         assert part.dtype == "float32" and sum(part.tensors.values()) >= part.stored_bytes
     others = ", ".join(k for k in KINDS[:3] if k != kind)
-    assert f"drafters that were not looked at: {others}" in report.notes
+    assert f"drafters that were not inspected: {others}" in report.notes
     facts = json.loads(json.dumps(report.summary()))
     assert facts["files"]["target/model.safetensors"] > 0
 
@@ -136,7 +136,9 @@ def test_what_loading_refuses_is_reported(copy: Path) -> None:
     assert [str(p) for p in report.problems] == [str(p) for p in caught.value.problems]
     assert len(report.problems) == 2 and report.target is not None and report.drafter is None
     assert inspect_folder(copy).loads  # the other drafter is as it should be
-    with pytest.raises(ValueError, match="would not load, so nothing fits: dspark/config.json"):
+    with pytest.raises(
+        ValueError, match="cannot be loaded, so nothing can be planned: dspark/config.json"
+    ):
         plan(copy, drafter="dspark", memory="1GiB")
     (copy / "target" / "model.safetensors").write_bytes(b"nothing")
     report = inspect_folder(copy)
@@ -148,7 +150,7 @@ def test_what_loading_refuses_is_reported(copy: Path) -> None:
 def test_drafters_that_are_not_there(saved: Path) -> None:
     with pytest.raises(ValueError, match="no such drafter.*expected dflash2, dspark, mtp, none"):
         inspect_folder(saved, "eagle")
-    with pytest.raises(ValueError, match="only a checkpoint has several to choose from"):
+    with pytest.raises(ValueError, match="only a checkpoint offers a choice"):
         plan(FIRST_FAMILY, drafter="dspark", memory="1GiB")
     with pytest.raises(ValueError, match="a loaded model has one"):
         plan(jaxdraft.load(saved), drafter="dspark", memory="1GiB")

@@ -268,9 +268,9 @@ def test_rounding_of_what_checkpoints_store(model: Model) -> None:
 
 
 def test_what_cannot_be_saved(tmp_path: Path, model: Model) -> None:
-    with pytest.raises(ValueError, match="int8 and int4 are both asked for"):
+    with pytest.raises(ValueError, match="int8 and int4 are both True"):
         save(model, tmp_path / "out", int8=True, int4=True)
-    with pytest.raises(ValueError, match="rows of 32; four bits need a multiple of 64"):
+    with pytest.raises(ValueError, match="rows of 32; int4 needs a multiple of 64"):
         save(tiny_target(), tmp_path / "out", int4=True)
     layers = ("delta_net",) * 3 + ("attention",)
     with pytest.raises(ValueError, match="there are experts; expected a dense target"):
@@ -304,7 +304,10 @@ def test_what_is_not_finite_is_no_integer(bits: str, model: Model, tmp_path: Pat
             put(*GROUP, "weights", "group_size", value=None),
             "group_size: found null, expected an",
         ),
-        (put(*GROUP, "weights", "group_size", value=32), "expected shape [4, 2], a scale for 32"),
+        (
+            put(*GROUP, "weights", "group_size", value=32),
+            "expected shape [4, 2], a scale per 32 numbers",
+        ),
         (put(*GROUP, "weights", "group_size", value=48), "expected groups of 48 that make 64 inp"),
         (
             put("text_config", "quantization_config", value={}),
@@ -347,7 +350,7 @@ DOWN = "model.language_model.layers.0.mlp.down_proj.weight"
         (lambda t: t.pop(f"{DOWN}_shape"), f"{DOWN}_shape: found nothing, expected shape [2]"),
         (
             lambda t: t.update({f"{DOWN}_packed": np.zeros((64, 8), np.int32)}),
-            "found shape [64, 8], expected shape [64, 16], eight of a row's 128 numbers in one",
+            "found shape [64, 8], expected shape [64, 16], eight of the 128 numbers of a row per element",
         ),
         (
             lambda t: t.update({f"{DOWN}_packed": np.zeros((64, 16), np.float32)}),

@@ -385,7 +385,7 @@ def test_folders_that_hold_neither(tmp_path: Path) -> None:
 
 
 def test_arguments(saved: Path) -> None:
-    with pytest.raises(ValueError, match="only a checkpoint has several"):
+    with pytest.raises(ValueError, match="only a checkpoint offers a choice"):
         jaxdraft.load(FIRST_FAMILY, drafter="dspark")
     for dtype in ("int8", "int3"):
         with pytest.raises(ValueError, match=f"dtype is '{dtype}'; expected one of float32, "):

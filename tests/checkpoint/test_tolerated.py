@@ -338,7 +338,7 @@ def test_end_tokens_past_the_vocabulary(untied: Path) -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1: not applied"),
         ({"num_beams": 4}, "num_beams is 4: not applied"),
         ({"bad_words_ids": [[5]]}, "bad_words_ids"),
-        ({"surprise": 1}, "surprise is 1: not a setting that is known"),
+        ({"surprise": 1}, "surprise is 1: an unknown setting"),
     ],
 )
 def test_recommended_settings(values: dict[str, Any], message: str, untied: Path) -> None:

@@ -159,7 +159,9 @@ def test_models_that_have_no_place(family: dict[str, Model], tmp_path: Path) -> 
     scaled = dataclasses.replace(
         spark, config=dataclasses.replace(spark.config, embedding_scale=2.0)
     )
-    refused(Model.of(target, scaled), "embedding_scale is 2.0; a dspark checkpoint can only say")
+    refused(
+        Model.of(target, scaled), "embedding_scale is 2.0; a dspark checkpoint can only express"
+    )
     assert save(Model.of(target, dataclasses.replace(drafter, config=config)), out)
     shutil.rmtree(out)
     biased = with_leaf(target, ("layers", 0, "mixer", "conv_bias"), jnp.ones(64))
@@ -169,7 +171,7 @@ def test_models_that_have_no_place(family: dict[str, Model], tmp_path: Path) -> 
     gaining = with_leaf(target, ("layers", 1, "mixer", "decay_scale"), jnp.ones(4))
     refused(gaining, "expected negative numbers")
     turned = with_leaf(target, ("rotary", "cos"), jnp.zeros((256, 4)))
-    refused(turned, "target: the rotary tables are of no plain base")
+    refused(turned, "target: cannot infer rope_theta from the rotary tables")
     refused(target, "the rotary tables are not those of Rope", rope={"target": Rope(theta=5.0)})
     refused(target, r"rope is given for \['dspark'\]", rope={"dspark": Rope(theta=1e4)})
     refused(target, "dtype is 'int8'", dtype="int8")

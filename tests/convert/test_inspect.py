@@ -67,7 +67,7 @@ def test_notes(tmp_path: Path) -> None:
     report = inspect_artifact(edit_config(folder, change))
     assert report.loads
     text = "\n".join(report.notes)
-    assert "model.decoder.surprise is 1: not a setting that is known" in text
+    assert "model.decoder.surprise is 1: an unknown setting" in text
     assert "cover 640 positions" in text and "artifact has none" in text
 
 

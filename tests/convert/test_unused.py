@@ -164,5 +164,5 @@ def test_the_drafter_that_an_artifact_has(tmp_path: Path) -> None:
     folder = copied(DFLASH2, tmp_path)
     assert load_artifact(folder, drafter="dflash2").drafter_kind == "dflash2"
     for other in ("dspark", "mtp", tmp_path):
-        with pytest.raises(ValueError, match="only a checkpoint has several to choose from"):
+        with pytest.raises(ValueError, match="only a checkpoint offers a choice"):
             jaxdraft.load(folder, drafter=other)

@@ -146,7 +146,9 @@ def test_numbers_compile_nothing() -> None:
 
 def test_a_drafter_without_a_lattice() -> None:
     model = Model.of(TableTarget.random(jax.random.key(0), VOCAB))
-    with pytest.raises(ValueError, match="inner is a NgramDrafter, which proposes no lattice"):
+    with pytest.raises(
+        ValueError, match="inner is a NgramDrafter, whose proposals have no lattice"
+    ):
         generate(model, [[1, 2]], max_new_tokens=4, drafter=ConfidentDrafter(NgramDrafter()))
 
 

@@ -193,7 +193,7 @@ def test_by_name_and_with_another_number_of_drafts() -> None:
     assert (fewer.first.draft_tokens, fewer.second.draft_tokens) == (2, 2)
     out = generate(model, [[1, 2, 1, 2]], max_new_tokens=12, drafter="ngram+auto", draft_tokens=2)
     assert out.stats.accepted_at.shape == (1, 2)
-    with pytest.raises(ValueError, match=r"drafter 'dspark' is not here.*with a plus between"):
+    with pytest.raises(ValueError, match=r"drafter 'dspark' is unknown.*joined by a plus"):
         model.choose("ngram+dspark")
     with pytest.raises(ValueError, match="this Scripted has 3 and no other"):
         fixed = scripted(np.random.default_rng(0), 3, None)

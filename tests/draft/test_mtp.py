@@ -462,7 +462,7 @@ def test_disabled_is_none(tmp_path: Path) -> None:
     (folder / "mtp.onnx").unlink()
     model = jaxdraft.load(folder)
     assert model.info.drafter == "none" and model.drafter.draft_tokens == 0
-    with pytest.raises(ValueError, match="'mtp' is not here"):
+    with pytest.raises(ValueError, match="'mtp' is unknown"):
         generate(model, [[1]], drafter="mtp")
 
 

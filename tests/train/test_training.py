@@ -307,7 +307,7 @@ def test_windows_of_an_epoch_are_disjoint() -> None:
         assert len(np.unique(rows)) == rows.size and (np.diff(rows, axis=1) == 1).all()
     assert not np.array_equal(*epochs)
     np.testing.assert_array_equal(windows(3), TokenWindows(np.arange(100), 9, 2, seed=4)(3))
-    with pytest.raises(ValueError, match="10 tokens make no batch of 2 windows of 9"):
+    with pytest.raises(ValueError, match="10 tokens are too few for a batch of 2 windows of 9"):
         TokenWindows(np.arange(10), 9, 2)
 
 
