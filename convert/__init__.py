@@ -1,15 +1,15 @@
 """The reading half of jaxdraft: artifacts of onnxruntime-genai's model builder, and checkpoints.
 
-:mod:`jaxdraft.load` is its only user; the writing half is :mod:`jaxdraft.checkpoint`. Two wings
-stand on common ground. ``convert.artifact`` reads ONNX graphs, ``convert.checkpoint`` reads
-``config.json`` and safetensors. This module is the door to both: a wing is imported when a folder
-needs it, so that reading a checkpoint does not import ``onnx``.
+:mod:`jaxdraft.load` is its only user; the writing half is :mod:`jaxdraft.checkpoint`. Two
+packages share its modules. ``convert.artifact`` reads ONNX graphs, ``convert.checkpoint`` reads
+``config.json`` and safetensors. This module is the entry to both: a package is imported when a
+folder needs it, so that reading a checkpoint does not import ``onnx``.
 
 The converter is strict. It accounts for every node, attribute and initializer of a graph, for every
-tensor of a checkpoint, and for every key of a configuration. What it does not implement is an
-:class:`ArtifactError` that names the file and the place, and shows what was found and what was
-expected. What changes nothing is listed with its reason in :mod:`convert.unused`; everything else
-that has no effect is reported.
+tensor of a checkpoint, and for every key of a configuration. Anything not
+implemented raises an :class:`ArtifactError` with the file, the place, the value found and the value
+expected. Harmless entries are listed with a reason in :mod:`convert.unused`; all others without
+effect are reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LAZY = {
     "load_artifact": "convert.artifact.load",
     "load_checkpoint": "convert.checkpoint.load",
 }
-"""Functions of one wing, and the modules that are imported when one is first used."""
+"""Functions of one package, and the modules that their first use imports."""
 
 
 def __getattr__(name: str) -> Any:
@@ -71,20 +71,20 @@ def load_folder(
     context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
-    """Read an artifact or a checkpoint, whichever ``folder`` holds.
+    """Read the artifact or the checkpoint in ``folder``.
 
     Args:
       folder: as in :func:`jaxdraft.load`.
       drafter: likewise.
       dtype: likewise.
       packed: likewise.
-      context_length: likewise; a checkpoint's alone can be chosen.
+      context_length: likewise; only for checkpoints.
       progress: likewise.
 
     Raises:
       ArtifactError: with every problem found.
       FileNotFoundError: there is no such folder.
-      ValueError: an argument that this kind of folder has no use for.
+      ValueError: an argument does not apply to this kind of folder.
     """
     options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, packed=packed, progress=progress)
     if not is_checkpoint(folder):
@@ -103,11 +103,11 @@ def load_folder(
 def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Report:
     """Read everything about an artifact or a checkpoint but its weights.
 
-    Never raises for a bad one: what is wrong is in the report.
+    Never raises for an invalid folder: the report lists the problems.
 
     Args:
       folder: as in :func:`jaxdraft.load`.
-      drafter: which drafter of a checkpoint, as there.
+      drafter: drafter of a checkpoint, as in :func:`jaxdraft.load`.
 
     Raises:
       FileNotFoundError: there is no such folder.
@@ -123,13 +123,13 @@ def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Rep
 
 
 def drafter_kinds(folder: str | Path) -> tuple[DrafterKind, ...]:
-    """Return the kinds of all drafters of a checkpoint; an artifact has none to choose from.
+    """Return the kinds of all drafters of a checkpoint; empty for an artifact.
 
     Args:
       folder: as in :func:`jaxdraft.load`.
 
     Raises:
-      ArtifactError: the target is not as it should be.
+      ArtifactError: the target is invalid.
     """
     if not is_checkpoint(folder):
         return ()

@@ -24,7 +24,7 @@ from jaxdraft.nn.linear import Frozen, Structure
 
 @dataclasses.dataclass(frozen=True)
 class Shell:
-    """A module without numbers: the shape and dtype of every parameter, and how it is made."""
+    """A module without numbers: shape, dtype and recipe of every parameter."""
 
     structure: Structure
     wanted: Mapping[tuple[str | int, ...], jax.ShapeDtypeStruct]
@@ -38,7 +38,7 @@ class Loaded:
     Attributes:
       target_config: the target's description.
       target: its module, split.
-      drafter_kind: which drafter there is, if any.
+      drafter_kind: kind of the drafter, if there is one.
       drafter_config: the drafter's description.
       drafter: its module, split. It holds no embedding and no head: those are the target's.
       eos_token_ids: tokens that end a sequence.
@@ -47,10 +47,10 @@ class Loaded:
       model_type: ``model.type`` of the configuration.
       vocab_size: V.
       page_size, max_batch: of the engine's section, or None.
-      folder: where it came from.
+      folder: the folder that was read.
       stored_bytes: bytes read from disk, for ``"target"`` and ``"drafter"``.
       weight_bytes: bytes of the arrays, likewise.
-      warnings: what the files ask for and do not get.
+      warnings: settings of the files that are not applied.
     """
 
     target_config: TargetConfig
@@ -80,10 +80,10 @@ _ALIGNMENT = 64
 """Alignment in bytes that the CPU backend requires to take over a buffer without a copy."""
 
 _THREADS = 4
-"""Parameters written at once. numpy lets go of the interpreter lock while it copies."""
+"""Parameters written at once. numpy releases the interpreter lock while it copies."""
 
 _ARENA = 64 << 20
-"""Bytes allocated at once. numpy asks for huge pages from 4 MiB up, which most single matrices of a
+"""Bytes allocated at once. numpy requests huge pages from 4 MiB up, which most single matrices of a
 small model are below; one by one their page faults take as long as the transpositions."""
 
 
@@ -154,7 +154,7 @@ def fill(
 
     Args:
       structure, wanted: from :func:`abstract`, checked against ``recipes``.
-      recipes: how each is made.
+      recipes: recipe of each.
       done: called with the stored bytes read for a parameter and its dotted path.
     """
     arena = _Arena(sum(_padded(leaf) for leaf in wanted.values()))

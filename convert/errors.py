@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ArtifactError(ValueError):
-    """An artifact is not what it says it is, or holds what this package does not implement.
+    """An artifact contradicts itself, or needs something that this package does not implement.
 
     Attributes:
       file: the file at fault.
@@ -47,13 +47,13 @@ class ArtifactError(ValueError):
 
 
 class Problems(list[ArtifactError]):
-    """Problems found so far. Checks that can go on after a failure report here."""
+    """Problems found so far, for checks that continue after a failure."""
 
     def report(self, file: object, where: str, found: Any, expected: Any) -> None:
-        """Add one."""
+        """Add a problem."""
         self.append(ArtifactError(file, where, found, expected))
 
     def raise_any(self) -> None:
-        """Raise them all as one error, if there are any."""
+        """Raise all problems as one error, if there are any."""
         if self:
             raise ArtifactError.of(self)

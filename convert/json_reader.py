@@ -1,4 +1,4 @@
-"""JSON files that other programs wrote, read key by key. Both formats are read with it."""
+"""Reader of JSON files from other programs, key by key, for artifacts and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def read_json(folder: Path, name: str, *, finite: bool = False) -> Mapping[str, 
     Args:
       folder: the folder.
       name: name of the file.
-      finite: refuse the constants of JavaScript that JSON does not have: ``NaN``, ``Infinity``.
+      finite: whether to refuse ``NaN`` and ``Infinity``, which are JavaScript, not JSON.
 
     Raises:
-      ArtifactError: there is no such file, or it holds something else.
+      ArtifactError: there is no such file, or it does not hold a JSON object.
     """
     path = locate(folder, name, folder.name, name)
     size = path.stat().st_size
@@ -61,14 +61,14 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Section:
-    """An object of a file, read key by key. Keys that are absent or null have ``defaults``.
+    """An object of a file, read key by key, with defaults for absent and null keys.
 
     Attributes:
-      body: its content, which remembers what has been read.
+      body: its content, which records the keys that were read.
       file: name of the file.
-      where: path of the object in the file, empty for the whole.
-      problems: destination of what is wrong and does not stop the reading.
-      remarks: destination of what does not stop a load.
+      where: path of the object in the file, empty for the root.
+      problems: destination of problems that do not prevent further reading.
+      remarks: destination of remarks, which do not prevent loading.
       defaults: values of keys that are absent or null.
     """
 
@@ -192,7 +192,7 @@ class Section:
         return type(self)(body, self.file, where, self.problems, self.remarks, defaults)
 
     def token(self, key: str, vocab: int) -> int | None:
-        """A token that nothing here acts on: what is no token is noted."""
+        """Return a token without effect here; note a value that is not a token."""
         value = self.value(key)
         if value is None or (is_integer(value) and 0 <= value < vocab):
             return value
@@ -215,7 +215,7 @@ class Section:
             self.report(key, " or ".join(json.dumps(a) for a in allowed))
 
     def inert(self, *keys: str) -> None:
-        """Take these keys as read: they have no effect beside others."""
+        """Mark these keys as read: other keys make them ineffective."""
         self.body.read.update(keys)
 
     def report_unread(self, harmless: Collection[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Names of files and folders that other programs wrote."""
+"""Checks of file and folder names from other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from convert.errors import ArtifactError
 from jaxdraft.checkpoint.layout import TARGET
 
 GENAI_CONFIG = "genai_config.json"
-"""The file that makes a folder an artifact."""
+"""File that identifies an artifact."""
 
 CONFIG = "config.json"
-"""The file that makes a folder a checkpoint."""
+"""File that identifies a checkpoint."""
 
 _DRIVE = re.compile(r"^[A-Za-z]:")
 
@@ -29,9 +29,9 @@ def contained(folder: Path, location: str, file: str, where: str) -> Path:
 
     Args:
       folder: the artifact's folder.
-      location: as an artifact spells it, with ``/``.
-      file: who names it, for messages.
-      where: where in that file, for messages.
+      location: path in the artifact's spelling, with ``/``.
+      file: file that names it, for messages.
+      where: place in that file, for messages.
 
     Raises:
       ArtifactError: the location is not of that form, or no such regular file exists.
@@ -63,7 +63,7 @@ def contained(folder: Path, location: str, file: str, where: str) -> Path:
 
 
 def _encodable(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no file name can hold."""
+    """Return whether a file name can hold the text: JSON allows half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

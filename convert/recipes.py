@@ -1,8 +1,8 @@
-"""What a parameter is made of: stored tensors, and how their numbers become rows of it.
+"""Recipes of parameters: stored tensors, and the conversion of their numbers to rows.
 
-A *piece* knows its shape, the tensors it reads, and how to write itself into a buffer. A *recipe*
-is a parameter: pieces one after another in memory, which is both concatenation along the first
-axis and stacking. Everything here is exact up to the one rounding into the parameter's dtype.
+A *piece* has a shape, the tensors it reads, and a method that writes it into a buffer. A *recipe*
+describes a parameter: pieces one after another in memory, which is both concatenation along the
+first axis and stacking. Everything here is exact up to the one rounding into the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Piece(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what ``write`` fills."""
+        """Shape of the buffer that ``write`` fills."""
         ...
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Stored tensors it reads."""
+        """Stored tensors that it reads."""
         ...
 
     def write(self, out: Array) -> None:
@@ -48,7 +48,7 @@ class Piece(Protocol):
 
 
 class Matrix(Piece, Protocol):
-    """A piece [out, in] of which a range of rows can be had."""
+    """A piece [out, in] with access to ranges of rows."""
 
     def rows(self, start: int, stop: int) -> Matrix:
         """Return rows ``start..stop``."""
@@ -69,7 +69,7 @@ def convert_into(out: Array, values: Array) -> None:
 
 
 def _bits(values: Array) -> Array:
-    """bfloat16 as integers: numpy copies its own types much faster than registered ones."""
+    """View bfloat16 as integers, because numpy copies its own types much faster."""
     return values.view(np.uint16) if _is_bfloat16(values) else values
 
 
@@ -98,7 +98,7 @@ def transpose_into(out: Array, stored: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A tensor as it is, in a shape of as many elements."""
+    """An unchanged tensor, in a shape of as many elements."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ class Dense:
         return Dense(self.tensor, self.transposed, self.start + start, self.start + stop)
 
     def write(self, out: Array) -> None:
-        """Copy in pieces of stored rows, letting go of each: a vocabulary's matrix is gigabytes."""
+        """Copy chunks of stored rows and release each: a vocabulary's matrix takes gigabytes."""
         stored = self.tensor.read().reshape(-1, self.tensor.shape[-1])
         width = stored[:1].nbytes
         step = max(1, _PIECE // max(1, width))
@@ -170,7 +170,7 @@ def as_float32(values: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A tensor that is not stored as it is; see :class:`jaxdraft.checkpoint.forms.Form`."""
+    """A tensor stored in another form; see :class:`jaxdraft.checkpoint.forms.Form`."""
 
     tensor: Tensor
     form: Form
@@ -224,7 +224,7 @@ class ExpertMatrices:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Numbers that no file holds."""
+    """Computed numbers, which no file holds."""
 
     shape: tuple[int, ...]
     make: Callable[[], Array]
@@ -239,7 +239,7 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A parameter: its shape, and its pieces in the order in which they lie in memory."""
+    """A parameter: its shape, and its pieces in memory order."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -251,13 +251,13 @@ class Recipe:
 
     @classmethod
     def rows(cls, pieces: Sequence[Matrix]) -> Recipe:
-        """Return matrices of one width, one below the other."""
+        """Return matrices of one width, concatenated along the first axis."""
         height = sum(p.shape[0] for p in pieces)
         return cls((height, *pieces[0].shape[1:]), tuple(pieces))
 
     @classmethod
     def stack(cls, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Recipe:
-        """Pieces laid out as the leading axes of ``shape``."""
+        """Return pieces laid out along the leading axes of ``shape``."""
         assert sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
         return cls(shape, tuple(pieces))
 

@@ -1,4 +1,4 @@
-"""What an artifact or a checkpoint is, and everything that is wrong with it, without loading it."""
+"""Reports about artifacts and checkpoints: properties and all problems, without loading."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class PartReport:
         loaded in.
       layout: ``dense`` or ``paged``; None of a checkpoint, whose cache can be either.
       nodes: number of nodes of the graph; None of a checkpoint.
-      tensors: stored bytes by ONNX type.
-      stored_bytes: bytes on disk of what becomes parameters.
+      tensors: stored bytes per ONNX type.
+      stored_bytes: bytes on disk of the tensors that become parameters.
       weight_bytes: bytes of the parameters as they would be loaded.
       counts: its numbers; None if they could not be read.
     """
@@ -83,13 +83,13 @@ class Report:
     """An artifact or a checkpoint.
 
     Attributes:
-      folder: where it lies.
+      folder: its folder.
       target, drafter: its parts; None where there is none, or it could not be read.
-      context_length, eos_token_ids, page_size, max_batch: as configured; a checkpoint says nothing
-        of pages and batches.
+      context_length, eos_token_ids, page_size, max_batch: as configured; checkpoints have no
+        pages and batches.
       files: bytes of every file in the folder.
-      problems: everything that would make loading refuse it.
-      notes: what is fine and worth knowing, and what files ask for and do not get.
+      problems: everything that makes loading fail.
+      notes: facts worth knowing, and settings of the files that are not applied.
       weights: whether weights are there; without, the report follows from ``config.json`` alone.
     """
 
@@ -111,7 +111,7 @@ class Report:
         return self.weights and not self.problems
 
     def summary(self) -> Facts:
-        """Return the report as plain values, for people and for JSON."""
+        """Return the report as plain values, for display and for JSON."""
         facts: Facts = {
             "folder": str(self.folder),
             "loads": self.loads,

@@ -1,4 +1,4 @@
-"""Stored tensors: their types, where their bytes lie, and how they are read without a copy."""
+"""Stored tensors: their types, the place of their bytes, and reading without a copy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TYPES = {
     INT4: "INT4",
     23: "FLOAT4E2M1",
 }
-"""ONNX's numbers of element types, and their names: written out, so that reading a checkpoint does
+"""ONNX's element types, number -> name: written out, so that reading a checkpoint does
 not import onnx. A test compares them."""
 
 FLOATS: dict[int, np.dtype] = {
@@ -78,7 +78,7 @@ def type_name(data_type: int) -> str:
 
 
 def stored_bytes(data_type: int, shape: Iterable[int]) -> int:
-    """Bytes of a stored tensor; two elements share a byte in INT4 and UINT4, the last may be alone.
+    """Return the bytes of a stored tensor; in INT4 and UINT4 two elements share a byte.
 
     Example: five INT4 elements take three bytes.
     """
@@ -100,7 +100,7 @@ def unpack_nibbles(packed: Array, count: int, *, signed: bool) -> Array:
 
 
 class DataFiles:
-    """The data files of one folder, each mapped once however many graphs point into it."""
+    """The data files of one folder, each mapped once, for any number of graphs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -151,7 +151,7 @@ class DataFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor's bytes lie in a data file."""
+    """The place of a tensor's bytes in a data file."""
 
     path: Path
     location: str  # as the graph spells it
@@ -161,7 +161,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """A stored tensor. Reading it maps its bytes; nothing is copied that need not be."""
+    """A stored tensor. Reading maps its bytes and copies only where necessary."""
 
     name: str
     data_type: int
@@ -186,7 +186,7 @@ class Tensor:
     def read(self) -> Array:
         """Return the values in the tensor's own dtype and shape; 4-bit types one element per byte.
 
-        A view of the map where bytes can be used as they are; read-only.
+        The result is a read-only view of the map where the bytes need no conversion.
         """
         if self.inline is not None:
             return self.inline
@@ -224,13 +224,13 @@ def decode_bytes(raw: Array, data_type: int, shape: tuple[int, ...]) -> Array:
 
 
 _COMPARED = 1 << 20
-"""Bytes that are compared at once."""
+"""Number of bytes compared at once."""
 
 
 def same_numbers(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors hold the same numbers, compared in the coarser type.
 
-    They are read a few rows at a time, and no further than the first difference.
+    Reads a few rows at a time and stops at the first difference.
     """
     if first.shape != second.shape:
         return False
@@ -250,9 +250,9 @@ def same_numbers(first: Tensor, second: Tensor) -> bool:
 
 
 def _slices(tensor: Tensor, rows: int) -> Iterator[Array]:
-    """The rows of a tensor, some at a time; their pages are dropped once they have been used.
+    """Yield the rows of a tensor in chunks, and drop the pages of each chunk after its use.
 
-    Numbers of types that no parameter is made of come as bytes.
+    Types that no parameter uses are yielded as bytes.
     """
     assert tensor.place is not None
     count = tensor.shape[0] if tensor.shape else 1

@@ -1,7 +1,7 @@
-"""What files hold and this package does not act on: harmless by a written reason, or reported.
+"""Entries of files without effect here: harmless for a stated reason, or reported.
 
-A setting that is ignored in silence is one that someone relies on. So every key, tensor and file is
-used, or stands in a table here with the reason why it changes nothing, or becomes a remark.
+A user may rely on a setting that is ignored in silence. Therefore every key, tensor and file is
+used, or is listed in a table here with the reason why it changes nothing, or becomes a remark.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TOKENIZER_FILES = (
 """Files that :class:`jaxdraft.text.Text` reads."""
 
 Table = Mapping[str, str]
-"""Names, and why each changes nothing."""
+"""Name -> reason why it changes nothing."""
 
 
 @dataclasses.dataclass
 class Remarks:
-    """What does not stop a load.
+    """Remarks, which do not prevent loading.
 
     Attributes:
       notes: facts worth knowing. Reports list them.
-      warnings: what a file asks for and does not get. Reports list them, and loading warns.
+      warnings: settings of a file that are not applied. Reports list them, and loading warns.
     """
 
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -55,7 +55,7 @@ class Remarks:
 
 
 class Tracked(Mapping[str, Any]):
-    """A JSON object that remembers which of its keys were looked at."""
+    """A JSON object that records the keys that were read."""
 
     def __init__(self, body: Mapping[str, Any]):
         self._body = body
@@ -90,7 +90,7 @@ def stop_ids(value: Any, where: str, file: str, vocab: int, remarks: Remarks) ->
       value: a token, a list of them, or None.
       where: its path in the file.
       file: name of the file.
-      vocab: V. Integers that are no token are never emitted, so they are left out and noted.
+      vocab: V. Other integers are never emitted, so they are left out and noted.
       remarks: destination.
 
     Raises:
@@ -110,14 +110,14 @@ def stop_ids(value: Any, where: str, file: str, vocab: int, remarks: Remarks) ->
 def report_unread(
     body: Tracked, where: str, file: str, harmless: Collection[str], remarks: Remarks
 ) -> None:
-    """Remark on every key that was not looked at and is not harmless.
+    """Remark on every key that was not read and is not harmless.
 
     Args:
       body: an object of a file.
-      where: its path in the file, empty for the whole.
+      where: its path in the file, empty for the root.
       file: name of the file.
       harmless: keys that change nothing.
-      remarks: destination. A key whose value is null asks for nothing, so it is a note.
+      remarks: destination. A key whose value is null has no setting, so it becomes a note.
     """
     for key, value in body._body.items():
         if key in body.read or key in harmless:
@@ -270,7 +270,7 @@ _RULES: Mapping[str, tuple[Any, ...]] = {
 """Settings of decoding, and the values that change nothing."""
 
 DECODING_KEYS = _SAMPLING.keys() | _RULES.keys()
-"""Keys that say how to decode."""
+"""Keys with settings of decoding."""
 
 GENERATION_KEYS = {
     **CONFIG_KEYS,
@@ -299,7 +299,8 @@ def report_generation(
 ) -> None:
     """Remark on the settings of decoding that a file recommends.
 
-    They are not applied: each call of ``generate`` says how it decodes, and greedily by default.
+    They are not applied: each call of ``generate`` has settings of its own, and decodes greedily by
+    default.
 
     Args:
       body: the settings.
@@ -426,10 +427,10 @@ def report_files(
     """Remark on the files of a folder that are not read and not known to be harmless.
 
     Args:
-      names: all that lies in the folder.
-      used: what is read.
+      names: names of all files in the folder.
+      used: names of the files that are read.
       file: name of the folder.
-      remarks: destination. An adapter would change every number, so it is a warning.
+      remarks: destination. An adapter would change every number, so it becomes a warning.
     """
     for name in sorted(set(names) - set(used)):
         if any(re.search(pattern, name) for pattern, _ in _FILES):
@@ -441,7 +442,7 @@ def report_files(
 
 
 def report_tokenizer(body: Mapping[str, Any], file: str, remarks: Remarks) -> None:
-    """Remark on the settings of ``tokenizer_config.json`` that nothing here acts on.
+    """Remark on the settings of ``tokenizer_config.json`` without effect here.
 
     Args:
       body: its content.

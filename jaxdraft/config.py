@@ -1,4 +1,4 @@
-"""What a model is: frozen, hashable descriptions. No arrays, no input or output.
+"""Descriptions of models: frozen and hashable, without arrays, input or output.
 
 Every field is read from an artifact (``genai_config.json`` and the ONNX graph) or written by a
 user; nothing here has a default that an artifact could silently disagree with, except where
@@ -17,7 +17,7 @@ from jaxdraft.rope import Rope
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
 DrafterKind = Literal["dflash2", "dspark", "eagle3", "mtp"]
-"""Kinds of drafters with weights; :data:`jaxdraft.kinds.KINDS` declares what each is."""
+"""Kinds of drafters with weights, which :data:`jaxdraft.kinds.KINDS` declares."""
 
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
@@ -31,7 +31,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvShape:
-    """Keys and values of some attention layers: all that a pool needs to know of them.
+    """The shape of the keys and values of some attention layers.
 
     Attributes:
       layers: L.
@@ -199,7 +199,7 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """A decoder: what it computes, not where it lives.
+    """The description of a decoder.
 
     Attributes:
       vocab_size: V.
@@ -280,13 +280,13 @@ class TargetConfig:
 
     @property
     def softmax(self) -> tuple[AttentionConfig, ...]:
-        """Shapes of the kinds of softmax-attention layer that there are."""
+        """Shapes of the kinds of softmax-attention layers in this decoder."""
         shapes = {"attention": self.attention, "sliding": self.sliding}
         return tuple(s for kind, s in shapes.items() if s is not None and kind in self.layers)
 
     @property
     def rotary_dim(self) -> int:
-        """Channels that the (first) rotary table turns; 0: no layer rotates."""
+        """Channels that the (first) rotary table rotates; 0: no layer rotates."""
         if self.own_tables:
             assert self.attention is not None
             return self.attention.rotary_dim
@@ -305,7 +305,7 @@ class TargetConfig:
         return self.dense
 
     def count(self, kind: LayerKind) -> int:
-        """How many layers are of ``kind``."""
+        """Return the number of layers of ``kind``."""
         return sum(layer == kind for layer in self.layers)
 
     def kv_shape(self, kind: Literal["attention", "sliding"], dtype: Any) -> KvShape:
@@ -334,26 +334,26 @@ class BlockDrafterConfig:
     """A DFlash2 or DSpark drafter.
 
     Attributes:
-      kind: which head scores the lattice.
+      kind: kind of the head that scores the lattice.
       vocab_size: V, the target's.
       width: D, the target's.
       aux_width: A, the width of the target's auxiliary states that the drafter reads.
       layers: number of layers.
       attention: shape of every layer's (non-causal) attention; its ``window`` decides the cache:
-        a bounded ring, or pages beside the target's.
+        a bounded ring, or pages like the target's.
       mlp_hidden: inner channels of every MLP.
       norm_eps: epsilon of the RMSNorms on the residual stream.
       block_size: query rows Q of a block: the anchor and Q - 1 masks.
       draft_tokens: K. DFlash2: Q - 1, row 0 predicts nothing. DSpark: Q, every row predicts.
-      candidates: C, tokens kept a step.
+      candidates: C, tokens kept per step.
       rank: inner width of the pairwise scores.
       mask_token: token id of the block's mask rows.
       context_length: positions the rotary table covers.
       embedding_scale: multiplier of the block's embeddings.
       conv: the block convolutions, DFlash2 only.
-      draft_vocab_size: V', if drafts are made of a part of the vocabulary alone, the tokens that
-        text is mostly made of: head and pair scores have V' rows (Zhao et al., "FR-Spec",
-        arXiv:2502.14856; ``draft_vocab_size`` of EAGLE-3). None: of all of it.
+      draft_vocab_size: V', if drafts come from a part of the vocabulary, usually its most frequent
+        tokens: head and pair scores have V' rows (Zhao et al., "FR-Spec",
+        arXiv:2502.14856; ``draft_vocab_size`` of EAGLE-3). None: from all of it.
     """
 
     kind: DrafterKind
@@ -386,7 +386,7 @@ class BlockDrafterConfig:
 
     @property
     def draftable(self) -> int:
-        """Tokens that a draft can be: V', or V."""
+        """Number of tokens that can be drafts: V', or V."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -424,10 +424,10 @@ class MtpConfig:
 
     @classmethod
     def of(cls, target: TargetConfig) -> MtpConfig:
-        """A head shaped like the layers of ``target`` that see everything.
+        """Return the description of a head shaped like the full-attention layers of ``target``.
 
         Raises:
-          ValueError: it has none.
+          ValueError: the target has no such layer.
         """
         if target.attention is None:
             raise ValueError(f"layers are {target.layers}; a head needs one of kind 'attention'")
@@ -456,8 +456,7 @@ class Eagle3Config:
       norm_eps: epsilon of its RMSNorms.
       context_length: positions the rotary table covers.
       draft_tokens: K, unless another number is chosen.
-      draft_vocab_size: V', if drafts are made of a part of the vocabulary alone. None: of all of
-        it.
+      draft_vocab_size: V', if drafts come from a part of the vocabulary. None: from all of it.
       own_embedding: whether the head has an embedding of its own. Else it reads the target's.
       own_head: whether it has an output head of its own, [V', D]. Else it uses the target's.
       fc_norm: whether each tap passes an RMSNorm before they are fused.
@@ -509,7 +508,7 @@ class Eagle3Config:
 
     @property
     def draftable(self) -> int:
-        """Tokens that a draft can be: V', or V."""
+        """Number of tokens that can be drafts: V', or V."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 

@@ -1,4 +1,4 @@
-"""What depends on the device: the data type that its products run in.
+"""Properties of devices: the data type of products.
 
 | device | compute capability | dtype | why |
 |---|---|---|---|
@@ -29,7 +29,7 @@ AMPERE = (8, 0)
 
 
 def native_dtype(device: Any = None) -> jnp.dtype:
-    """Return the floating-point type of weights that a device is made for.
+    """Return the floating-point type of weights with the fastest products on a device.
 
     Example: ``jaxdraft.load(folder, dtype=native_dtype())``.
 

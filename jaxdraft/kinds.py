@@ -2,7 +2,7 @@
 
 A new kind of block drafter is a module in ``nn/`` (a subclass of
 :class:`jaxdraft.nn.block_drafter.BlockBackbone`), its name in
-:data:`jaxdraft.config.DrafterKind`, and an entry of :data:`KINDS`. Everything else asks here.
+:data:`jaxdraft.config.DrafterKind`, and an entry of :data:`KINDS`. All other code reads this table.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Kind:
         and a dtype.
       cost: function from its configuration and the type of its cache to its cost.
       reads: its input from the target, a member of :class:`jaxdraft.base.Feed`.
-      block: what a block drafter has of its own. None: it is no block drafter.
+      block: specifics of a block drafter. None: the kind is not a block drafter.
       inside: whether the drafter lies in the target's files, not in a folder of its own.
     """
 

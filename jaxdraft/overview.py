@@ -1,4 +1,4 @@
-"""What a model takes and what fits, in several forms of its weights, before it is downloaded.
+"""Memory of a model, and the tokens that fit, in several forms of its weights.
 
 Host code. A folder with ``config.json`` alone is enough; nothing is allocated.
 

@@ -15,11 +15,11 @@ from jax import lax
 def checkpointed_scan(
     step: Callable[[Any, None], tuple[Any, Any]], carry: Any, length: int
 ) -> tuple[Any, Any]:
-    """Scan without inputs. A gradient keeps about ``2 sqrt(length)`` carries and computes the rest.
+    """Run a scan without inputs whose gradient keeps about ``2 sqrt(length)`` carries.
 
-    A carry holds a whole cache of keys and values: one for every step would be as many caches.
-    Steps are grouped: the carries in front of every group are kept, and those within one group at
-    a time. Without a gradient, grouping changes nothing.
+    A carry holds a whole cache of keys and values, so one per step would take too much memory.
+    Steps are grouped: the carry before every group is kept, and those inside one group at a
+    time are recomputed. Without a gradient, grouping changes nothing.
 
     Example, 32 steps: 8 groups of 4. 19 steps: 4 groups of 4, then 3 steps.
 
@@ -50,7 +50,7 @@ def checkpointed_scan(
 
 
 def _group(length: int) -> int:
-    """Steps of a group: about the root of ``length``, and a divisor of it if there is one near."""
+    """Return the steps per group: near the root of ``length``, and a divisor if one is near."""
     root = math.isqrt(length)
     near = range(root, root // 2, -1)
     return next((size for size in near if length % size == 0), root)

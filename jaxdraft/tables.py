@@ -80,7 +80,7 @@ def _fits(fit: Fit, memory: str) -> str:
 
 
 def _decimal(size: int) -> str:
-    """Format bytes in powers of 1000, as memories are sold: 8065907712 -> "8.07 GB"."""
+    """Format bytes in powers of 1000, as in the sizes of accelerators: 8065907712 -> "8.07 GB"."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5 or unit == "GB":

@@ -1,7 +1,7 @@
 """Small models and checks for the tests of this package and for your own.
 
-:func:`assert_lossless` checks your own drafter. :class:`TableTarget` makes that cheap, and
-:class:`ScriptedDrafter` gives every mixture of right and wrong drafts.
+:func:`assert_lossless` checks your own drafter. :class:`TableTarget` makes the check cheap, and
+:class:`ScriptedDrafter` proposes any mixture of right and wrong drafts.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TableState:
 class TableTarget(TargetDefaults):
     """Logits from a table: row ``(31 * previous + token) % S`` of ``table`` [S, V].
 
-    An order-2 Markov chain, so a wrongly committed row changes what follows. A
-    :class:`jaxdraft.base.Target` of thirty lines: enumerate it, or plant ties and NaNs in it.
+    An order-2 Markov chain, so a wrongly committed row changes the following logits. It is small
+    enough to enumerate, and ties or NaNs can be planted in the table.
     """
 
     table: jax.Array  # [S, V] float32
@@ -96,7 +96,7 @@ class TableTarget(TargetDefaults):
 
     @property
     def context_length(self) -> int:
-        """Any length would do; this one makes the limit testable."""
+        """Maximum length of a sequence; arbitrary, so that the limit can be tested."""
         return self.context
 
     def init(self, batch: int, capacity: int) -> TableState:
@@ -156,7 +156,7 @@ class Stateless(DrafterDefaults):
 
 @struct.dataclass
 class TableDrafter(Stateless):
-    """Drafts from a table ``[V, K]`` by the anchor alone: right only by chance."""
+    """Drafts from a table ``[V, K]``, indexed by the anchor alone: right only by chance."""
 
     table: jax.Array  # [V, K] int32
 
@@ -178,7 +178,7 @@ class TableDrafter(Stateless):
 
 @struct.dataclass
 class LatticeDrafter(Stateless):
-    """A lattice from a table, by the anchor alone: for everything that walks or draws.
+    """A lattice from a table, indexed by the anchor alone, for tests of walks and draws.
 
     ``candidates`` [V, K, C] and ``scores`` [V, K, C, C]; the first row of ``scores[v, 0]`` is
     used for all of them.
@@ -221,10 +221,10 @@ class LatticeDrafter(Stateless):
 
 @struct.dataclass
 class ScriptedDrafter(Stateless):
-    """Right and wrong in chosen places.
+    """Drafts that are right or wrong at chosen positions.
 
     ``truth[b, p]`` is the token at position p of row b's sequence; the draft for that position is
-    it where ``right[b, p]``, and another token where not.
+    that token if ``right[b, p]``, and another token otherwise.
     """
 
     truth: jax.Array  # [B, S] int32
@@ -247,7 +247,7 @@ class ScriptedDrafter(Stateless):
 
 
 def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
-    """A proposal of ``tokens`` [B, K], cut to what every row wants; small drafters end with it."""
+    """Return a proposal of ``tokens`` [B, K], cut to the limit of every row."""
     limit = jnp.minimum(feed.limit, tokens.shape[1])
     wants = feed.wants_draft & (limit > 0)
     length = jnp.where(wants, limit, 0).astype(jnp.int32)
@@ -258,7 +258,7 @@ def propose_tokens(tokens: jax.Array, feed: Feed) -> tuple[Proposal, DraftInfo]:
 
 
 def tiny_target_config(**changes: Any) -> TargetConfig:
-    """Full attention between two delta nets, width 32, vocabulary 48, taps 1 and 2."""
+    """Return full attention between two delta nets, width 32, vocabulary 48, taps 1 and 2."""
     fields: dict[str, Any] = dict(
         vocab_size=48,
         width=32,
@@ -397,7 +397,7 @@ def tiny_drafter(
     dtype: Any = jnp.float32,
     **changes: Any,
 ) -> BlockDrafter:
-    """A random two-layer block drafter for ``target``: block 4, three candidates, window 12."""
+    """Return a random two-layer block drafter: block 4, three candidates, window 12."""
     t = target.config
     own = block_of(kind)
     fields: dict[str, Any] = dict(
@@ -486,7 +486,7 @@ def tiny_eagle3(
 
 
 def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> Model:
-    """:func:`tiny_target` with a random drafter of the given kind."""
+    """Return :func:`tiny_target` with a random drafter of the given kind."""
     target = tiny_target(seed, **changes)
     if kind is None:
         return Model.of(target)
@@ -541,7 +541,7 @@ def assert_lossless(model: Model, drafter: Drafter, prompts: Any, **options: Any
 
 
 def check_stats(stats: Any) -> None:
-    """Check ``0 <= accepted <= evaluated <= proposed``; by position they never rise."""
+    """Check ``0 <= accepted <= evaluated <= proposed``, and that no count rises with position."""
     accepted, evaluated = np.asarray(stats.accepted), np.asarray(stats.evaluated)
     proposed = np.asarray(stats.proposed)
     assert (accepted >= 0).all() and (accepted <= evaluated).all(), (accepted, evaluated)
@@ -559,7 +559,7 @@ def check_pool(pool: PagedPool) -> None:
 
 
 def run_rows_one_by_one(target: DecoderTarget, tokens: jax.Array, state: Any) -> tuple[Any, Any]:
-    """The reference for "verify T and commit n": every row alone. Returns logits and state."""
+    """Run every row alone, the reference for "verify T and commit n"; return logits and state."""
     logits = []
     one = jnp.ones((tokens.shape[0],), jnp.int32)
     for t in range(tokens.shape[1]):

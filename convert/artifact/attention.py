@@ -1,4 +1,4 @@
-"""Attention parts of a graph, dense and paged."""
+"""Parsers of attention, in dense and in paged graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIXERS = ("GroupQueryAttention", "PagedAttention", "LinearAttention", "GatedDel
 
 
 def count_layers(walk: Walk, configured: int, where: str) -> None:
-    """Check that the graph has as many layers as the configuration says: one mixer each."""
+    """Check that the graph has as many mixers as the configuration has layers."""
     found = sum(node.op in _MIXERS for node in walk.graph.nodes)
     if found != configured:
         raise ArtifactError(
@@ -50,7 +50,7 @@ class Tables:
 
 
 def rotary_tables(walk: Walk, cos: str, sin: str, label: str) -> Tables:
-    """Two tables of one shape. They may be stored in float32 beside a narrower body."""
+    """Return the two tables of an operator: one shape, in float32 or the body's type."""
     dtypes = tuple(FLOATS)
     first = walk.tensor(cos, f"{label}, cos_cache", shape=(None, None), dtypes=dtypes)
     second = walk.tensor(sin, f"{label}, sin_cache", shape=first.shape, dtypes=(first.data_type,))
@@ -59,9 +59,9 @@ def rotary_tables(walk: Walk, cos: str, sin: str, label: str) -> Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """An attention or delta-net part: the value it reads, its shape, its parameters.
+    """An attention or delta-net part: its input value, shape and parameters.
 
-    ``bounded``: the runtime keeps no more of its keys than the window shows.
+    ``bounded``: whether the runtime keeps only the keys inside the window.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Mixer:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """What an attention operator says about itself."""
+    """The attributes of an attention operator."""
 
     call: Call
     heads: int
@@ -83,7 +83,7 @@ class Core:
     rotary: bool
 
     def scale(self, head_dim: int) -> float:
-        """Return the multiplier of q . k; zero stands for the usual one."""
+        """Return the multiplier of q . k; zero means the usual one."""
         return shortest(self.call.attributes["scale"] or head_dim**-0.5)
 
 
@@ -118,7 +118,7 @@ def attention_core(walk: Walk, value: str) -> Core:
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """What enters an attention operator, read back to the rows of the layer."""
+    """The inputs of an attention operator, followed back to the rows of the layer."""
 
     source: str
     matrices: list[Matrix]  # one of queries, keys and values, or three
@@ -127,9 +127,9 @@ class _Inputs:
 
 
 def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
-    r"""``value = o(attention(qkv(x)))``, its output gated by a sigmoid if the layer has gates.
+    r"""Match ``value = o(attention(qkv(x)))``, gated by a sigmoid if the layer has gates.
 
-    Accepted, from the value (below) up to the rows x; what is in brackets may be missing:
+    Accepted, from the value (below) up to the rows x; parts in brackets are optional:
 
                     x                        or          x
             /       |       \                            |
@@ -146,7 +146,7 @@ def attention(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
                      MatMul = value
 
     The order of the rows of the input product is queries (each head's gate after it), keys,
-    values; whether the graph keeps one matrix or three.
+    values, for one matrix and for three.
     """
     attended, out = linear(walk, value, None, width)
     gate = ""
@@ -221,7 +221,7 @@ def _packed_inputs(walk: Walk, core: Core, head_dim: int, width: int, gate: str)
 def _separate_inputs(
     walk: Walk, core: Core, io: Io, head_dim: int, width: int, gate: str
 ) -> _Inputs:
-    """Queries, keys and values as values of their own."""
+    """Return queries, keys and values from three separate inputs."""
     call, label = core.call, core.call.node.label
     q, q_norm, q_tables = _heads(walk, call["query"], io, core.heads, head_dim)
     k, k_norm, k_tables = _heads(walk, call["key"], io, core.kv_heads, head_dim)
@@ -239,7 +239,7 @@ def _separate_inputs(
 def _head_norms(
     walk: Walk, core: Core, inputs: _Inputs, head_dim: int
 ) -> tuple[Norm, Norm] | tuple[()]:
-    """The norms of queries and keys: before the operator or inside it, for both or for neither."""
+    """Return the norms of queries and keys, before the operator or inside it: both or neither."""
     call, label = core.call, core.call.node.label
     q_norm, k_norm = inputs.norms
     inside = (call["q_norm_weight"], call["k_norm_weight"])
@@ -283,7 +283,7 @@ def _projections(
 def _heads(
     walk: Walk, value: str, io: Io, heads: int, head_dim: int
 ) -> tuple[str, Norm | None, Tables | None]:
-    """Undo what stands between a projection and the operator: rotation, and before it a norm.
+    """Follow a value through rotation, and the norm before it, back to its projection.
 
     x -> Reshape [heads, channels] -> SimplifiedLayerNormalization -> Reshape -> rotate = value
     x -> rotate = value
@@ -306,7 +306,7 @@ def _heads(
 def _rotation(
     walk: Walk, value: str, io: Io, heads: int, head_dim: int
 ) -> tuple[str, Tables | None]:
-    """``value = rotate(x)`` in an operator of its own, between casts and a batch axis of one.
+    """Match ``value = rotate(x)`` as a separate operator, between casts and a batch axis of one.
 
         x -> [Cast] -> [Unsqueeze 0] --> MRotaryEmbedding --> [Squeeze 0] -> [Cast] = value
                                      |   RotaryEmbedding
@@ -357,8 +357,8 @@ def _rotation(
 def _check_rotation(walk: Walk, call: Call, tables: Tables, heads: int, head_dim: int) -> None:
     """Check that every head rotates as many channels as the tables have.
 
-    Zero channels stand for the whole head. The number of heads then follows from the width, and
-    zero stands for that.
+    Zero channels mean the whole head. The number of heads then follows from the width, and its
+    attribute is zero.
     """
     a = call.attributes
     whole = a["rotary_embedding_dim"] == 0
@@ -394,7 +394,7 @@ def _same_tables(
 
 
 def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int) -> str:
-    """Queries and gates are the halves of every head's rows: what both come from.
+    """Match queries and gates as the two halves of every head's rows; return their common source.
 
     x -> Reshape [heads, 2 head_dim] -> Split --> Reshape = query
                                               --> Reshape = gate
@@ -414,7 +414,7 @@ def _gated(walk: Walk, query: str, gate: str, io: Io, heads: int, head_dim: int)
 def _attention_state(
     walk: Walk, call: Call, io: Io, layer: int, kv_heads: int, head_dim: int
 ) -> bool:
-    """Cache, lengths and outputs of an attention operator: all where they should be.
+    """Check cache, lengths and outputs of an attention operator against the configuration.
 
     Returns:
       Whether the cache is bounded: a buffer as long as the window, or pages of the windowed table.
@@ -458,7 +458,7 @@ def _attention_state(
 
 
 def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") -> None:
-    """Check lengths and page table of PagedAttention; ``table``: which of the page tables it is."""
+    """Check lengths and page table of PagedAttention; ``table`` is the role of the page table."""
     label = call.node.label
     for role, name_role, shape in (
         ("cumulative_sequence_length", "cumulative_sequence_lengths", ("batch + 1",)),
@@ -473,7 +473,7 @@ def paged_lengths(walk: Walk, call: Call, io: Io, table: str = "block_table") ->
 
 
 def _dense_lengths(walk: Walk, call: Call, io: Io) -> None:
-    """seqlens_k = sum(mask) - 1 and the mask's width, both int32.
+    """Match seqlens_k = sum(mask) - 1 and the width of the mask, both int32.
 
     attention_mask --> ReduceSum -> Sub 1 -> Cast = seqlens_k
                    --> Shape -> Gather 1 -> Cast = total_sequence_length

@@ -1,7 +1,7 @@
-"""What the graphs of DFlash2 and DSpark share: context path, attention, lattice.
+"""The common parts of DFlash2 and DSpark graphs: context path, attention, lattice.
 
-Rows of a call are one stream a request, [context rows, block rows]. The graph computes queries for
-block rows only and gathers them into the stream; keys and values of the context come straight
+Rows of a call are one stream per request, [context rows, block rows]. The graph computes queries
+for block rows only and gathers them into the stream; keys and values of the context come straight
 from ``hidden_norm(fc(aux))``.
 """
 
@@ -41,11 +41,11 @@ from jaxdraft.config import AttentionConfig, BlockDrafterConfig, ConvConfig, Mlp
 
 @dataclasses.dataclass(frozen=True)
 class DrafterPlan:
-    """What a drafter's graph turned out to be.
+    """The description of a drafter's graph.
 
     Attributes:
       config: the description of the module.
-      recipes: module path -> how the parameter is made. No embedding and no head: those are the
+      recipes: module path -> recipe of the parameter, without embedding and head, which are the
         target's.
       dtype: ONNX type of the body's weights.
       aux_dtype: ONNX type of the auxiliary (MTP: hidden) input.
@@ -62,7 +62,7 @@ class DrafterPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """One layer's attention, read back to the block rows and the context rows."""
+    """One layer's attention, followed back to the block rows and the context rows."""
 
     block: str  # rows that queries come from
     context: str  # rows of the context
@@ -119,7 +119,7 @@ class BlockReader:
     # The lattice.
 
     def body_type(self) -> None:
-        """The body's type is that of its caches; the target's head and table may have another."""
+        """Set the body's type to that of its caches; the target's head and table may differ."""
         name = self.io.inputs.layer("past_key_names", 0)
         value = self.walk.graph.inputs.get(name)
         if value is None:
@@ -131,14 +131,14 @@ class BlockReader:
         self.walk.dtype = value.data_type
 
     def scores(self) -> Call:
-        """The sum that is the scores' output: (pair scores, candidates' own logits)."""
+        """Match the sum that is the scores' output: (pair scores, candidates' own logits)."""
         walk, name = self.walk, self.io.outputs["scores"]
         shape = ("batch", self.drafts, self.candidates, self.candidates)
         walk.output(name, "the scores", FLOAT, shape)
         return walk.expect_op(name, "Add")
 
     def unary(self, value: str) -> tuple[str, str]:
-        """Candidates' own logits: (the candidates' value, the rows that the head reads).
+        """Match the candidates' own logits: (the candidates' value, the rows that the head reads).
 
         logits -> [Cast] -> TopK --> Reshape -> Reshape [steps, 1, C] = value
                                  --> Reshape -> Cast = candidate_ids
@@ -162,7 +162,7 @@ class BlockReader:
         return chosen, logits
 
     def head(self, logits: str) -> tuple[str, Matrix]:
-        """The target's head over rows cast to the target's type: (rows, head)."""
+        """Match the target's head over rows cast to the target's type: (rows, head)."""
         walk = self.walk
         body, walk.dtype = walk.dtype, self.external
         rows, head = linear(walk, logits, self.width, self.config.vocab_size)
@@ -172,7 +172,7 @@ class BlockReader:
         return rows, head
 
     def previous(self, value: str, candidates: str) -> None:
-        """``value``: the anchor C times, then the candidates of all steps but the last.
+        """Match ``value`` as the anchor C times, then the candidates of all steps but the last.
 
         ids -> Reshape [block] -> Slice 0:1 -> Reshape -> Tile C --> Concat = value
         candidates -> Slice 0:steps-1 -----------------------------
@@ -262,7 +262,7 @@ class BlockReader:
         return recipes, fc.shape[1], value_type
 
     def embedded(self, value: str) -> tuple[Matrix, float]:
-        """Rows that enter the first layer: (the target's table, the scale of its rows)."""
+        """Match the rows that enter the first layer: (the target's table, their scale)."""
         walk, scale = self.walk, 1.0
         if walk.op(value) == "Mul":
             call = walk.expect_op(value, "Mul")
@@ -358,7 +358,7 @@ class BlockReader:
             )
 
     def _joined(self, value: str) -> tuple[str, str]:
-        """``value``: block rows, then context rows."""
+        """Match ``value`` as block rows, then context rows; return both."""
         call = self.walk.expect_op(value, "Concat")
         if axis_of(call, 2) != 0 or len(call.inputs) != 2:
             raise ArtifactError(
@@ -422,7 +422,7 @@ class BlockReader:
         return found[::-1], unskipped(self.walk, norm)
 
     def layer(self, layer: int, after: Norm) -> LayerPlan:
-        """One layer: ``after`` is the norm that follows it.
+        """Match one layer; ``after`` is the norm that follows it.
 
         x --> norm --> [conv] --> attention --> [conv] --> Add
           |                                                 |
@@ -466,7 +466,7 @@ class BlockReader:
         )
 
     def convolved(self, value: str) -> tuple[str, object]:
-        """Undo one side of a block convolution: (rows before it, what it used)."""
+        """Match one side of a block convolution: (rows before it, its parts)."""
         return value, None
 
     def convolution(
@@ -478,7 +478,7 @@ class BlockReader:
     # The plan.
 
     def plan(self, final: Norm, head: Matrix, rank: int, extra: Recipes) -> DrafterPlan:
-        """Walk the layers and put everything together."""
+        """Match the layers and return the plan of the whole graph."""
         walk, section = self.walk, self.section
         layers, embedded = self.layers(final)
         table, scale = self.embedded(embedded)
@@ -517,7 +517,7 @@ class BlockReader:
         return DrafterPlan(config, recipes, walk.dtype, aux_type, table, head)
 
     def at_entry(self, embedded: str) -> None:
-        """Called with the value that enters the first layer."""
+        """Check the value that enters the first layer; kinds with a mask override this."""
 
     def _compare(self, config: BlockDrafterConfig, page_size: int) -> None:
         """Check that the section agrees with the graph."""

@@ -1,4 +1,4 @@
-"""What a target and a drafter must agree on. Checked on plans, before any array exists.
+"""Agreement of a target with its drafter, checked on plans before any array exists.
 
 Every violation is reported, not only the first: ``load`` raises them together, ``inspect`` lists
 them.
@@ -33,7 +33,7 @@ def check_contract(
       section: the drafter's part of it.
       target_graph, target: the target as it was read.
       drafter_graph, drafter: the drafter as it was read.
-      problems: where violations go.
+      problems: destination of the violations.
     """
     _check_conditioning(section, target_graph, target, drafter_graph, drafter, problems)
     for what, theirs, ours in (
@@ -51,7 +51,7 @@ def _check_conditioning(
     drafter: DrafterPlan,
     problems: Problems,
 ) -> None:
-    """The rows that the target gives and the drafter takes: name, rank, width, type, taps."""
+    """Check the rows passed from target to drafter: name, rank, width, type, taps."""
     width = target.config.width
     output = target_graph.outputs.get(section.main_output)
     reads = KINDS[section.kind].reads

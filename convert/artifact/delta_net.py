@@ -1,4 +1,4 @@
-"""Delta-net parts of a graph, dense and paged."""
+"""Parsers of delta nets, in dense and in paged graphs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def delta_net(walk: Walk, value: str, io: Io, layer: int, width: int) -> Mixer:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The recurrence: where its rows come from and its own parameters."""
+    """The recurrence: the source of its rows, and its parameters."""
 
     mixed: str  # rows of queries, keys, values after the convolution
     a: str

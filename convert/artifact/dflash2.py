@@ -15,7 +15,7 @@ from convert.tensors import FLOAT, Tensor
 from jaxdraft.config import ConvConfig
 
 TAPS = 2
-"""The only number of convolution taps that the exporter masks right; see ``_refuse_taps``."""
+"""The only number of convolution taps that the exporter masks correctly; see ``_refuse_taps``."""
 
 
 def plan_dflash2(
@@ -63,7 +63,7 @@ def plan_dflash2(
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side of a convolution: its rows, its base kernels, and where its deltas come from."""
+    """One side of a convolution: its rows, its base kernels, and the source of its deltas."""
 
     source: str
     bases: tuple[Tensor, ...]
@@ -75,7 +75,7 @@ class _DFlash2Reader(BlockReader):
     _mask: str | None = None
 
     def mask_rows(self, value: str) -> str:
-        """``value``: all rows of a block but the first, of all blocks: the rows of all."""
+        """Match ``value`` as all rows of every block but the first; return all rows."""
         walk = self.walk
         flat = walk.expect_op(value, "Reshape")
         walk.expect(flat, "shape", [-1, self.width])
@@ -114,7 +114,7 @@ class _DFlash2Reader(BlockReader):
         return source, _Side(source, tuple(bases), tuple(deltas), outer)
 
     def _term(self, value: str, tap: int) -> tuple[str, Tensor, str]:
-        """One tap: (rows, base kernel, the value of its delta)."""
+        """Match one tap: (rows, base kernel, the value of its delta)."""
         walk = self.walk
         if tap:
             masked = walk.expect_op(value, "Mul")
@@ -147,7 +147,7 @@ class _DFlash2Reader(BlockReader):
     def convolution(
         self, name: str, prepare: object, finish: object
     ) -> tuple[ConvConfig | None, Recipes]:
-        """Both sides: their deltas are the cuts of one projection of the normed rows.
+        """Match both sides, whose deltas are parts of one projection of the normed rows.
 
         rows -> MatMul -> Reshape [cuts, groups] -> Split --> Reshape = delta 0 before
                                                           --> Reshape = delta 1 before
@@ -190,7 +190,7 @@ class _DFlash2Reader(BlockReader):
         return ConvConfig(taps=TAPS, group=group), recipes
 
     def at_entry(self, embedded: str) -> None:
-        """The mask is 0 on the first row of every block of the rows that enter, else 1.
+        """Match the mask: 0 on the first row of every block of the rows that enter, else 1.
 
         rows -> Shape -> Gather 0 -> Range -> Mod block -> Greater 0 -> Cast -> Reshape = mask
         """

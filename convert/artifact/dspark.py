@@ -20,7 +20,7 @@ def plan_dspark(
 ) -> DrafterPlan:
     """Read the graph of ``model.dspark``; see :class:`convert.artifact.block.DrafterPlan`.
 
-    Its pair scores:
+    The pattern of its pair scores:
 
         previous -> Gather markov_w1 -> Cast ----------------> MatMul = pairs
         candidates -> Gather markov_w2 -> Cast -> Transpose -->

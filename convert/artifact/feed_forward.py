@@ -17,7 +17,7 @@ from jaxdraft.config import MlpConfig, MoeConfig
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward part: the value it reads, its shape, its parameters."""
+    """A feed-forward part: its input value, shape and parameters."""
 
     source: str
     config: MlpConfig | MoeConfig
@@ -25,7 +25,7 @@ class FeedForward:
 
 
 def feed_forward(walk: Walk, value: str, io: Io, width: int) -> FeedForward:
-    """Match ``value = mlp(x)``, routed experts, or routed experts beside a gated shared one.
+    """Match ``value = mlp(x)``, routed experts, or routed experts with a gated shared one.
 
     x --> MatMul router -> Reshape --> MoE, QMoE ---------> GatedAdd = value
       |                                                      |    |

@@ -1,8 +1,8 @@
-"""``genai_config.json``: what an artifact says about itself, read strictly.
+"""``genai_config.json``, the configuration of an artifact, read strictly.
 
 Every key this package acts on is checked for type and range, and reported by its full path. Inside
-a drafter's section an unknown key is an error too: a setting that is silently ignored costs
-acceptance and nobody notices. What the sections mean is in onnxruntime-genai's model builder.
+a drafter's section an unknown key is an error too, because a setting ignored in silence lowers
+acceptance unnoticed. onnxruntime-genai's model builder defines the meaning of the sections.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _BLOCK_KEYS = _COMMON_KEYS | {
 }
 _HEAD_KEYS = _COMMON_KEYS | {"enabled", "main_hidden_states"}
 _MISPLACED = (_BLOCK_KEYS | _HEAD_KEYS) - _COMMON_KEYS - {"block_size", "sliding_window"}
-"""Keys that mean something in a drafter's section only; ``block_size`` is also a page size and
+"""Keys with a meaning in a drafter's section only; ``block_size`` is also a page size and
 ``sliding_window`` also a decoder's."""
 
 MODEL_KEYS = dict.fromkeys(
@@ -118,7 +118,7 @@ MODEL_KEYS = dict.fromkeys(
     " image_token_id video_token_id vision_start_token_id boi_token_id eoi_token_id".split(),
     "text is encoded by tokenizer.json and the chat template, which hold these tokens",
 )
-"""Keys of ``model`` that nothing here acts on, and why that changes nothing."""
+"""Keys of ``model`` without effect here, each with the reason."""
 
 DECODER_KEYS = {"session_options": "how onnxruntime runs a graph"}
 """Keys of ``model.decoder``, likewise."""
@@ -160,7 +160,7 @@ class SharedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names of a graph's inputs or outputs by role. ``%d`` in a name stands for a layer."""
+    """Names of a graph's inputs or outputs by role. ``%d`` in a name is the number of a layer."""
 
     by_role: Mapping[str, str]
 
@@ -204,7 +204,7 @@ class DecoderSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterSection:
-    """``model.dflash2``, ``model.dspark`` or ``model.mtp``. Block fields are zero for MTP."""
+    """The drafter's section, named by its kind. Block fields are zero for MTP."""
 
     kind: DrafterKind
     path: Path
@@ -252,12 +252,12 @@ def read_config(folder: Path, problems: Problems, *, alone: bool = False) -> Art
 
     Args:
       folder: the artifact's folder.
-      problems: collects everything wrong that does not make the rest unreadable.
-      alone: read the target alone, and nothing of a drafter.
+      problems: destination of problems that do not prevent further reading.
+      alone: whether to read the target alone, without a drafter.
 
     Raises:
-      ArtifactError: the file is missing or no JSON object, or a key without which nothing can be
-        read is missing or has the wrong type.
+      ArtifactError: the file is missing or is not a JSON object, or a key that further reading
+        depends on is missing or has the wrong type.
       FileNotFoundError: no such folder.
     """
     if not folder.is_dir():
@@ -386,7 +386,7 @@ class _Reader:
         )
 
     def drafts(self, kind: DrafterKind, section: Section) -> tuple[int, int]:
-        """Return the number of rows of a block and how many of them predict."""
+        """Return the number of rows of a block, and of those that predict."""
         own = block_of(kind)
         skipped = own.module.first_row
         block = section.integer("block_size", 1 + skipped, 4096, meaning="query rows of a block")
@@ -438,7 +438,7 @@ class _Reader:
             section.report(key, f"{decoder.outputs[role]!r}, of {path}")
 
     def misplaced(self, model: Section) -> None:
-        """Settings of a drafter that stand outside its section, where nothing reads them."""
+        """Report settings of a drafter outside its section, where nothing reads them."""
         places = [self.root, model]
         for parent, key in ((model, "decoder"), (self.root, "engine"), (self.root, "search")):
             inner = parent.body.get(key)
@@ -504,7 +504,7 @@ def _sliding(decoder: Section) -> SlidingSection | None:
     section.known(_SLIDING_KEYS)
     for key in ("slide_key_value_cache", "slide_inputs"):
         # The runtime's default is true: it would feed prompts window by window, and the keys of
-        # one window would be all that its rows see. That is another model.
+        # one window would be visible to its rows, which makes another model.
         if section.boolean(key):
             raise section.fail(key, "false: not implemented")
     return SlidingSection(

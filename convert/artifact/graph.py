@@ -1,8 +1,8 @@
 """An ONNX graph as data: nodes, attributes, and initializers that stay on disk until they are read.
 
-The protobuf is read without its external data. Where a tensor's bytes lie is checked when the graph
-is read (file inside the folder, offset and length inside the file, length equal to what dtype and
-shape need), so that nothing can fail later, when memory has been allocated.
+The protobuf is read without its external data. The place of a tensor's bytes is checked when the
+graph is read (file inside the folder, offset and length inside the file, length as required by
+dtype and shape), so that nothing can fail later, when memory has been allocated.
 """
 
 from __future__ import annotations

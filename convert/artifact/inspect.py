@@ -25,7 +25,7 @@ from jaxdraft.kinds import KINDS
 def inspect_artifact(folder: str | Path, drafter: str | Path | None = None) -> Report:
     """Read everything about an artifact but its weights.
 
-    Never raises for a bad artifact: what is wrong is in the report.
+    Never raises for an invalid artifact: the report lists the problems.
 
     Args:
       folder: as in :func:`convert.load_artifact`.

@@ -1,4 +1,4 @@
-"""An artifact's folder -> Flax modules with their numbers in them."""
+"""An artifact's folder -> Flax modules with their weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def load_artifact(
     before the first array is allocated.
 
     Args:
-      folder: holds ``genai_config.json`` and the files it names.
-      drafter: "none" for the target alone; nothing is then read of a drafter. Default: the one that
-        the artifact has, which its kind names, too.
+      folder: folder with ``genai_config.json`` and the files it names.
+      drafter: "none" for the target alone, or the kind of the artifact's drafter. Default: the
+        drafter of the artifact, if it has one.
       dtype: float dtype of weights and activations. Default: the stored one, for the target and
         for the drafter on its own (a bfloat16 drafter stays bfloat16 under a float16 target).
         Rotary tables of the target and the gates of its delta nets are float32 always.
-      packed: keep the matrices of MatMulNBits packed in memory; see
+      packed: whether to keep the matrices of MatMulNBits packed in memory; see
         :func:`convert.artifact.pack.pack`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 

@@ -53,7 +53,7 @@ def plan_mtp(
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """What the walk has found, from the inputs down to the logits."""
+    """The parts found by the walk, from the inputs down to the logits."""
 
     table: Matrix
     embedding_norm: Norm
@@ -153,7 +153,7 @@ def _io(graph: Graph, config: ArtifactConfig, section: DrafterSection) -> Io:
     """Return the names of the head's inputs.
 
     A paged head is fed like the paged target, whose section names the lengths and the page table;
-    its own section still lists the attention mask of the dense form, which the graph has not.
+    its own section still lists the attention mask of the dense form, which the graph lacks.
     """
     names = dict(section.inputs.by_role)
     paged = "block_table" in config.decoder.inputs

@@ -15,7 +15,7 @@ from convert.artifact.graph import MICROSOFT
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """What an attribute may be: its type, its default, and the values that are implemented."""
+    """An attribute: its type, its default, and the implemented values."""
 
     type: type | tuple[type, ...]
     default: Any = None  # None: required
@@ -68,7 +68,7 @@ _MOE = {
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """What is implemented of an operator.
+    """The implemented part of an operator.
 
     ``inputs`` names the inputs in order. ``name`` must be there, ``name?`` may be, and ``name!``
     must not: the schema has it and this package does not implement it.
@@ -80,7 +80,7 @@ class Operator:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Inputs in order, with their marks."""
+        """Roles of the inputs in order, with their marks."""
         return tuple(self.inputs.split())
 
 

@@ -21,16 +21,16 @@ from jaxdraft.nn.packed import PackedLinear
 def pack(
     module: nnx.Module, recipes: Mapping[Path, Recipe], dtype: DTypeLike
 ) -> dict[Path, Recipe]:
-    """Put a ``PackedLinear`` where ``module`` has a ``Linear`` whose source is packed alike.
+    """Replace each ``Linear`` whose source is packed uniformly by a ``PackedLinear``.
 
-    That is: every piece comes from MatMulNBits with the same bits, block and type of scales, and
-    none has zero points. Everything else is dequantized on load as without packing: the head and
-    the embedding, which target and drafter share as one array, and the experts of a MoE.
+    Uniformly means that every piece comes from MatMulNBits with the same bits, block and type of
+    scales, and without zero points. Everything else is dequantized on load as without packing: the
+    head and the embedding, which target and drafter share as one array, and the experts of a MoE.
 
     Args:
       module: an abstract module; changed in place.
-      recipes: of its parameters.
-      dtype: of its products.
+      recipes: recipes of its parameters.
+      dtype: type of its products.
 
     Returns:
       The recipes of the changed module.
@@ -63,13 +63,13 @@ def pack(
 
 
 def _below(pieces: Sequence[Piece]) -> Recipe:
-    """Return pieces that differ in their first axis alone, one below the other."""
+    """Return pieces that differ only in their first axis, concatenated along it."""
     height = sum(piece.shape[0] for piece in pieces)
     return Recipe.stack((height, *pieces[0].shape[1:]), pieces)
 
 
 def _alike(recipe: Recipe) -> list[Quantized] | None:
-    """Return the pieces, if they can stand one below the other in a ``PackedLinear``."""
+    """Return the pieces, if they can be concatenated in a ``PackedLinear``."""
     parts = [piece for piece in recipe.pieces if isinstance(piece, Quantized)]
     if len(parts) < len(recipe.pieces) or len({(p.blocks, p.scales.data_type) for p in parts}) != 1:
         return None

@@ -43,7 +43,7 @@ _READERS: Mapping[str, Callable[..., DrafterPlan]] = {
 
 @dataclasses.dataclass
 class Plan:
-    """What an artifact holds. A part that could not be read is None, and a problem says why."""
+    """The content of an artifact. A part that could not be read is None, with a problem for it."""
 
     folder: Path
     problems: Problems
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def context_length(self) -> int:
-        """The longest sequence: what the configuration allows and the target's tables cover."""
+        """Maximum length of a sequence, allowed by the configuration and the target's tables."""
         assert self.config is not None
         lengths = [self.config.context_length]
         if self.target is not None:
@@ -82,12 +82,12 @@ def plan_artifact(
 
     Args:
       folder: the artifact's folder.
-      dtype: of the modules; default: the stored one of target and drafter.
-      packed: keep quantized matrices packed where :func:`convert.artifact.pack.pack` can.
-      drafter: "none", or the kind of the one there is. Default: that one, if there is one.
+      dtype: type of the modules. Default: the stored types of target and drafter.
+      packed: whether to keep quantized matrices packed; see :func:`convert.artifact.pack.pack`.
+      drafter: "none", or the kind of the artifact's drafter. Default: that drafter, if any.
 
     Raises:
-      FileNotFoundError: no such folder. What is wrong with the files becomes a problem of the plan.
+      FileNotFoundError: no such folder. Errors in the files become problems of the plan.
       ValueError: there is no such drafter.
     """
     problems = Problems()

@@ -1,7 +1,7 @@
-"""Products, embeddings and norms: what all parts of a graph are made of.
+"""Parsers of products, embeddings and norms, which all parts of a graph contain.
 
-Each function is given a value and returns what computes it: the values that it came from, the
-tensors that it uses, and the configuration of the module. Together with attention.py,
+Each function takes a value and returns its computation: the source values, the tensors in use
+and the configuration of the module. Together with attention.py,
 delta_net.py and feed_forward.py they are a recursive-descent parser over the edges of a graph.
 """
 
@@ -96,7 +96,7 @@ def _scales(walk: Walk, name: str, label: str, rows: int, blocks: Blocks) -> Ten
 def _zero_points(
     walk: Walk, name: str, label: str, rows: int, blocks: Blocks, scales: Tensor
 ) -> Tensor | None:
-    """Packed (uint8) or plain (float) zero points; an absent input means the implied one."""
+    """Return packed (uint8) or plain (float) zero points, or None for the implied one."""
     if not name:
         return None
     where = f"{label}, zero_points"
@@ -111,7 +111,7 @@ def _zero_points(
 
 
 def embedding(walk: Walk, value: str, ids: str, vocab: int, width: int) -> Matrix:
-    """Match ``value = table[ids]``: the table [V, D], in whichever form the graph keeps it.
+    """Match ``value = table[ids]``: the table [V, D], in any of its stored forms.
 
     table [V, D] ----------------------------------> Gather = value
     head [D, V] (tied) -> Transpose ---------------> Gather = value
@@ -183,7 +183,7 @@ def check_perm(walk: Walk, call: Call, perm: tuple[int, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: its input, weight and epsilon. ``skip`` is what was added to the input first."""
+    """An RMSNorm: its input, weight and epsilon. ``skip`` is the value added to the input first."""
 
     source: str
     skip: str  # empty: nothing
@@ -242,7 +242,7 @@ def unskipped(walk: Walk, norm: Norm) -> str:
 
 
 def split_into(walk: Walk, value: str, sizes: list[int], output: int) -> str:
-    """``value`` is part ``output`` of the last axis, cut into ``sizes``: what is cut."""
+    """Match ``value`` as one part of a last axis cut into ``sizes``; return the uncut value."""
     call = walk.expect_op(value, "Split", output=output)
     walk.expect(call, "split", sizes)
     if call.attributes["axis"] != -1 or len(call.node.outputs) != len(sizes):

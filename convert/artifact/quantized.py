@@ -1,4 +1,4 @@
-"""Block-quantized weights to numbers, exactly: ``(q - zero_point) * scale`` in float32.
+"""Exact dequantization of block-quantized weights: ``(q - zero_point) * scale`` in float32.
 
 Layouts of ``com.microsoft`` MatMulNBits, GatherBlockQuantized and QMoE (onnxruntime 1.32). A row of
 K values is cut into blocks of ``block`` values, the last one padded; a block has one scale and one
@@ -20,18 +20,18 @@ from convert.tensors import Tensor
 Array = np.ndarray
 
 _CHUNK_VALUES = 1 << 20
-"""Values worked on at once: the indices of a chunk take eight times that many bytes."""
+"""Number of values converted at once: the indices of a chunk take eight times that many bytes."""
 
 _CARRIERS = {4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""A numpy type of as many bytes."""
+"""Number of bytes -> numpy type of that size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the rows of a quantized matrix are stored.
+    """The storage of a quantized matrix's rows.
 
     Attributes:
-      bits: of a value: 2, 4 or 8.
+      bits: bits per value: 2, 4 or 8.
       block: values that share a scale.
       width: K, values of a row; those past it in the last block are padding.
       zero: zero point where none is stored.
@@ -56,7 +56,7 @@ class Blocks:
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes of packed zero points per row; the last byte may be part padding."""
+        """Bytes of packed zero points per row; the last byte may contain padding."""
         return -(-self.count * self.bits // 8)
 
 
@@ -89,7 +89,7 @@ def dequantize(
     """Write rows of numbers.
 
     Args:
-      packed: ``[n, row_bytes]`` uint8, or fewer bytes a row where the padding is not stored.
+      packed: ``[n, row_bytes]`` uint8, or fewer bytes per row if the padding is not stored.
       scales: ``[n, count]``, any float dtype.
       zeros: ``[n, count]`` float zero points, ``[n, zero_bytes]`` uint8 packed ones, or None for
         the implied one.
@@ -115,7 +115,7 @@ def _scaled(
     packed: Array, scales: Array, zeros: Array | None, table: Array, blocks: Blocks
 ) -> Array:
     n = len(packed)
-    # One fetch a byte: the numbers it holds travel as one element of their joint size.
+    # One fetch per byte: its numbers are copied as one element of their joint size.
     joint = table.view(_CARRIERS[table[0].nbytes])[:, 0]
     values = np.take(joint, packed).view(np.float32).reshape(n, -1)  # [n, stored values]
     whole = blocks.count * blocks.block
@@ -217,7 +217,7 @@ def packed_bytes(tensor: Tensor) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Matrices of E experts, stored [E, N, K] row by row: dense, or quantized as one of E N rows.
+    """Matrices of E experts, stored [E, N, K] row by row: dense, or quantized as E N rows.
 
     With ``interleaved`` the stored rows alternate gate and up, and are written gate first.
     """

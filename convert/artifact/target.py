@@ -57,11 +57,11 @@ from jaxdraft.config import (
 
 @dataclasses.dataclass(frozen=True)
 class TargetPlan:
-    """What a target's graph turned out to be.
+    """The description of a target's graph.
 
     Attributes:
       config: the description of the module.
-      recipes: module path -> how the parameter is made.
+      recipes: module path -> recipe of the parameter.
       dtype: ONNX type of the body's weights.
       embedding, head: the two tensors a drafter shares.
       logits_dtype: ONNX type of the logits output.
@@ -90,8 +90,8 @@ def plan_target(graph: Graph, config: ArtifactConfig, problems: Problems) -> Tar
 
     Args:
       graph: the graph.
-      config: what the artifact says about it; disagreements are reported.
-      problems: where to report what does not stop the reading.
+      config: the artifact's configuration; disagreements are reported.
+      problems: destination of problems that do not prevent further reading.
 
     Raises:
       ArtifactError: the graph is not of the form that is implemented.
@@ -165,7 +165,7 @@ class _TargetReader:
         return self._selected(value)
 
     def _selected(self, value: str) -> str:
-        """``value = rows[logits_indices]``: the rows; ``value`` itself if nothing is selected."""
+        """Match ``value = rows[logits_indices]``: the rows, or ``value`` if nothing is selected."""
         walk = self.walk
         if walk.op(value) != "Gather" or "logits_indices" not in self.io.inputs:
             return value
@@ -228,7 +228,7 @@ class _TargetReader:
         return bool(produced) and self.walk.op(produced[0].inputs[0]) == "GatedRMSNorm"
 
     def _taps(self, layers: list[_Layer]) -> tuple[int, ...]:
-        """Return layers whose entering residual the auxiliary output concatenates, in its order."""
+        """Return the layers whose input residuals form the auxiliary output, in its order."""
         if "aux_hidden_states" not in self.io.outputs:
             return ()
         walk, name = self.walk, self.io.outputs["aux_hidden_states"]
@@ -303,7 +303,7 @@ class _TargetReader:
         return TargetPlan(target, recipes, walk.dtype, table, head, self.io.layout)
 
     def _tied(self, table: Matrix, head: Matrix) -> bool:
-        """Whether embedding and head are the same stored tensors, and then the same numbers."""
+        """Return whether embedding and head are the same stored tensors, read the same way."""
         if table.tensors[0] is not head.tensors[0]:
             return False
         same = [t.name for t in table.tensors] == [t.name for t in head.tensors]

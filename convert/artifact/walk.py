@@ -1,10 +1,10 @@
-"""Reading a graph by its data flow: every node, attribute and initializer must be understood.
+"""Reading of a graph by its data flow; every node, attribute and initializer must be matched.
 
 A :class:`Walk` goes backwards, from the outputs: the reader of a value names the operators that may
-compute it. :data:`~convert.artifact.operators.OPERATORS` lists what is implemented of every
-operator: its inputs by role, which of them may be present, and which attribute values. Names in the
-graph carry no meaning here, except where the configuration gives them to inputs and outputs. What
-is left when all outputs have been followed is an error.
+compute it. :data:`~convert.artifact.operators.OPERATORS` lists the implemented part of every
+operator: its inputs by role, the optional ones, and the attribute values. Names in the graph have
+no meaning here, except those of inputs and outputs in the configuration. Nodes left over when all
+outputs have been followed are an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A node that was asked for and understood: its inputs by role and its attributes."""
+    """A matched node: its inputs by role and its attributes."""
 
     node: Node
     inputs: Mapping[str, str]
@@ -41,12 +41,12 @@ class Call:
 
 
 class Walk:
-    """A walk over one graph: what has been understood so far.
+    """A walk over one graph, with everything matched so far.
 
     Attributes:
       graph: the graph.
       file: its name, for messages.
-      problems: where things are reported that do not stop the walk.
+      problems: destination of problems that do not stop the walk.
       dtype: ONNX type of the body's weights, once known.
     """
 
@@ -73,10 +73,10 @@ class Walk:
         Args:
           value: a value name.
           ops: operators it may be, of the table.
-          output: which of the node's outputs ``value`` must be.
+          output: index of ``value`` among the node's outputs.
 
         Raises:
-          ArtifactError: anything else computes it, or the node uses what is not implemented.
+          ArtifactError: anything else computes it, or the node uses something not implemented.
         """
         wanted = " or ".join(ops)
         produced = self.graph.producers.get(value)
@@ -277,7 +277,7 @@ class Walk:
     # At the end.
 
     def finish(self) -> None:
-        """Report every node, initializer, input and output that nothing asked for."""
+        """Report every node, initializer, input and output that was not matched."""
         for node in self.graph.nodes:
             if node.index not in self._nodes:
                 found = f"{node.domain or 'ai.onnx'}::{node.op}"

@@ -1,7 +1,7 @@
-"""``config.json`` of a target -> what the model is. Read strictly, as an artifact's is.
+"""``config.json`` of a target -> its description, read as strictly as an artifact's.
 
-Every key that is acted on is checked for type and range. A key that would change what is computed
-must have the one value that is implemented. Unknown keys become remarks; see
+Every key with an effect is checked for type and range. A key that would change the computation
+must have the one implemented value. Unknown keys become remarks; see
 :mod:`convert.unused`. Keys that are absent or null have the defaults of transformers.
 
 The other direction is :mod:`jaxdraft.checkpoint.config`.
@@ -51,11 +51,11 @@ class TargetFacts:
       config: the description, taps and ``hidden_states`` left empty.
       family: its architecture.
       mtp: description of the multi-token-prediction head, if it has one that is implemented.
-      mtp_problems: why the head that it has is not implemented.
+      mtp_problems: reasons why its head is not implemented.
       dtype: the dtype of computation that the file names, or None.
       stop_ids: tokens that end a sequence.
       bos_token_id, pad_token_id: or None.
-      quantized: how matrices may be stored in few bits, or None.
+      quantized: allowed storage of matrices in few bits, or None.
     """
 
     config: TargetConfig
@@ -82,19 +82,19 @@ def read_target(
     Args:
       body: its content.
       head_stored: whether ``lm_head.weight`` is among the tensors; decides about tied embeddings
-        where the file does not say.
-      problems: where to report what does not stop the reading.
-      remarks: where to report what does not stop a load.
-      context: maximum length of a sequence. Default: as the file says.
+        if the file does not state it.
+      problems: destination of problems that do not prevent further reading.
+      remarks: destination of remarks, which do not prevent loading.
+      context: maximum length of a sequence. Default: as in the file.
 
     Raises:
-      ArtifactError: it is not a target that is implemented.
+      ArtifactError: the target is not implemented.
     """
     return _Target(body, problems, remarks or Remarks(), context).read(head_stored)
 
 
 def _generation(body: Tracked) -> dict[str, Any]:
-    """Return the settings of decoding that older files hold beside those of the model."""
+    """Return the settings of decoding that older files hold among those of the model."""
     names = DECODING_KEYS | (GENERATION_KEYS.keys() - CONFIG_KEYS.keys())
     return {key: body[key] for key in set(body) & names}
 
@@ -221,13 +221,13 @@ class _Target:
         return wanted or short, rope
 
     def _stop_ids(self, vocab: int) -> tuple[int, ...]:
-        """Return the text model's stop ids, or else those of the whole, or else the default."""
+        """Return the stop ids of the text model, else of the whole model, else the default."""
         given = "eos_token_id" in self.text or "eos_token_id" not in self.top
         first, second = (self.text, self.top) if given else (self.top, self.text)
         return first.stop_ids(vocab) or second.stop_ids(vocab)
 
     def _report(self) -> None:
-        """Remark on what has not been read."""
+        """Remark on keys that were not read."""
         for section in {id(s): s for s in (self.top, self.text)}.values():
             generation = _generation(section.body)
             report_generation(generation, CONFIG, self.top.remarks, where=section.where, known=())
@@ -235,7 +235,7 @@ class _Target:
             section.report_unread(CONFIG_KEYS)
 
     def _dtype(self) -> str | None:
-        """That of the whole, which the part repeats."""
+        """Return the dtype of the whole model, which the text model repeats."""
         outer, inner = self.top.dtype(), self.text.dtype()
         return outer or inner
 
@@ -476,7 +476,7 @@ class _Target:
     def _mtp(self, config: TargetConfig) -> tuple[MtpConfig | None, tuple[ArtifactError, ...]]:
         """Return the head that the settings describe, or why it is not implemented.
 
-        The target does not depend on it, so what is wrong with it is no problem of the target.
+        The target does not depend on the head, so a problem of the head is not one of the target.
         """
         text = self.text
         if not self.hybrid:

@@ -1,4 +1,4 @@
-"""``config.json`` of an EAGLE-3 head -> what the model is.
+"""``config.json`` of an EAGLE-3 head -> its description.
 
 Two layouts are in use. *midlayer* (SafeAILab, SpecForge): the settings of a decoder lie at the top,
 and the layer's tensors begin with ``midlayer.``. *speculators*: they lie in
@@ -31,7 +31,7 @@ from jaxdraft.rope import Rope, RopeKind
 EMBEDDING = "embed_tokens.weight"
 
 LAYERS: Mapping[str, str] = {"midlayer": "midlayer.", "speculators": "layers.0."}
-"""What the names of the layer's tensors begin with, by layout."""
+"""Prefix of the names of the layer's tensors, by layout."""
 
 _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
@@ -45,7 +45,7 @@ class Eagle3Facts:
       taps: layers of the target whose entering residual it reads.
       rope: its rotary embedding.
       dtype: the dtype of computation that the file names, or None.
-      quantized: how matrices may be stored in few bits, or None.
+      quantized: allowed storage of matrices in few bits, or None.
     """
 
     config: Eagle3Config
@@ -79,11 +79,11 @@ def read_eagle3(
       body: its content.
       names: names of the stored tensors: an embedding and a head of its own are stored.
       target: the target; widths, vocabulary and layers must agree.
-      problems: where to report what does not stop the reading.
-      remarks: where to report what does not stop a load.
+      problems: destination of problems that do not prevent further reading.
+      remarks: destination of remarks, which do not prevent loading.
 
     Raises:
-      ArtifactError: it is not a head that is implemented.
+      ArtifactError: the head is not implemented.
     """
     return _Eagle3(body, names, target, problems, remarks).read()
 

@@ -1,4 +1,4 @@
-"""The folders of a checkpoint: a target, and perhaps drafters beside it."""
+"""The folders of a checkpoint: a target, and perhaps its drafters."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ GENERATION = "generation_config.json"
 _HEADS: Mapping[DrafterKind, str] = {
     name: kind.block.head for name, kind in KINDS.items() if kind.block is not None
 }
-"""What the names of the tensors begin with that only this kind of drafter has."""
+"""Prefix of the names of the tensors that only this kind of drafter has."""
 
 _HEAD_NAMES = {HEAD, packed_of(HEAD), "lm_head.qweight"}
 """Tensors of which one is there if a target has a head of its own."""
 
 SHIPPED = {"smollm2": SMOLLM2_DRAFTER}
-"""Drafters that come with the package, for targets that do not."""
+"""Drafters that ship with the package, for targets that do not."""
 
 Array = np.ndarray
 
@@ -75,7 +75,7 @@ class PartFolder:
     tensors: Tensors
 
     def stored(self, requested: DTypeLike | None, stated: str | None) -> jnp.dtype:
-        """What was asked for, what the configuration says, or what the first tensor is."""
+        """Return the requested dtype, else that of the configuration, else of the first tensor."""
         names = (part.name for e in self.layout for part in e.tensors)
         types = (self.tensors[name].data_type for name in names if name in self.tensors)
         first = FLOATS[next(each for each in types if each in FLOATS)]
@@ -111,11 +111,11 @@ def open_target(
     """Read and check a target.
 
     Args:
-      folder: holds it, or a folder ``target`` that does.
-      files: where maps are kept.
-      remarks: destination of what does not stop a load.
+      folder: folder of the target, or the one that contains it as ``target``.
+      files: owner of the maps.
+      remarks: destination of remarks, which do not prevent loading.
       outline: whether a description without weights is enough.
-      context: maximum length of a sequence. Default: as the file says.
+      context: maximum length of a sequence. Default: as in the file.
 
     Raises:
       ArtifactError: with every problem found.
@@ -149,7 +149,7 @@ def open_target(
 
 
 def _prefixed(facts: TargetFacts, names: Collection[str]) -> TargetFacts:
-    """Return the facts with the one beginning of names that the tensors of this folder have."""
+    """Return the facts with the prefix that the tensor names of this folder have."""
     prefixes = facts.family.prefixes
     found = [p for p in prefixes if f"{p}embed_tokens.weight" in names] or prefixes
     family = dataclasses.replace(facts.family, prefixes=(found[0],))
@@ -167,10 +167,10 @@ def _open_gguf(path: Path, files: DataFiles, remarks: Remarks, context: int | No
 
 
 def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:
-    """A tied head that is stored all the same.
+    """Resolve a tied head that is stored nevertheless.
 
-    If its numbers are those of the embedding, or there is no other embedding, it is a second name
-    of it. If they are others, the target is not tied, as transformers takes it.
+    If its numbers equal the embedding's, or there is no other embedding, the head is a second name
+    of the embedding. Otherwise the target is not tied, as in transformers.
     """
     table = f"{facts.family.prefix}embed_tokens.weight"
     head, others = tensors[HEAD], {n: t for n, t in tensors.items() if n != HEAD}
@@ -189,7 +189,7 @@ def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[Targe
 
 
 def _report_head(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> None:
-    """Remark on a multi-token-prediction head that settings and tensors disagree about."""
+    """Remark on a disagreement of settings and tensors about a multi-token-prediction head."""
     stored = sorted(name for name in tensors if name.startswith(MTP))
     described = facts.mtp is not None or facts.mtp_problems
     if described and not stored:
@@ -217,7 +217,7 @@ def _report_aside(prefixes: tuple[str, ...], tensors: Tensors, remarks: Remarks)
 
 
 def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
-    """Remark on what lies in the folder and is not read."""
+    """Remark on files of the folder that are not read."""
     used = {CONFIG, GENERATION, INDEX, SINGLE, *TOKENIZER_FILES}
     used |= {*folders(), TARGET, *(t.place.location for t in tensors.values() if t.place)}
     report_files([path.name for path in home.iterdir()], used, home.name, remarks)
@@ -229,7 +229,7 @@ def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
 
 
 def with_head(target: TargetFolder, folder: Path) -> TargetFolder:
-    """Return the target with its multi-token-prediction head, whose tensors are all there."""
+    """Return the target with its multi-token-prediction head, after checking its tensors."""
     facts = target.facts
     with _problems_of(target.folder, folder) as problems:
         problems.extend(facts.mtp_problems)
@@ -371,9 +371,9 @@ def _check_vocabulary(tensors: Tensors, vocab_size: int, problems: Problems) -> 
 def _without_copies(
     tensors: Tensors, target: TargetFolder, numbers: bool, problems: Problems, prefix: str = ""
 ) -> Tensors:
-    """Some drafters are stored with copies of the target's embedding and head: equal, or refused.
+    """Return the tensors without copies of the target's embedding and head, which must be equal.
 
-    They are not loaded. The drafter uses the target's own arrays. Without ``numbers`` only the
+    Copies are not loaded: the drafter uses the target's own arrays. Without ``numbers`` only the
     shapes are compared. ``prefix`` begins the names of the drafter's tensors.
     """
     config = target.facts.config

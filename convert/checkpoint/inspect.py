@@ -1,4 +1,4 @@
-"""A report about a checkpoint."""
+"""Reports about checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jaxdraft.checkpoint.layout import MTP, Entry, is_matrix
 
 
 def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) -> Report:
-    """:func:`convert.inspect_folder` of a folder that is known to be a checkpoint.
+    """Inspect a checkpoint; see :func:`convert.inspect_folder`.
 
-    Only configurations and headers are read. That copies which a drafter may have of the target's
-    embedding and head hold the same numbers is seen by loading alone.
+    Reads only configurations and headers. Only loading compares a drafter's copies of the target's
+    embedding and head with the originals.
     """
     folder = Path(folder)
     plan = plan_checkpoint(folder, drafter, numbers=False)
@@ -62,7 +62,7 @@ def inspect_checkpoint(folder: str | Path, drafter: str | Path | None = None) ->
 def _stored_part(
     plan: CheckpointPlan, part: str, home: PartFolder, tensors: Iterable[Tensor]
 ) -> PartReport:
-    """Return the report of a part whose configuration and tensors are as they should be."""
+    """Return the report of a part with a valid configuration and valid tensors."""
     shell, inside = plan.shells[part], home.folder == plan.folder
     config = plan.config if part == "target" else plan.drafter
     assert plan.target is not None
@@ -90,7 +90,7 @@ def _stored_part(
 
 
 def _counts(layout: Sequence[Entry], experts: int, active: int, computed: int) -> Counts:
-    """Count the numbers of a layout; quantized or not, they are as many."""
+    """Count the numbers of a layout, which do not depend on quantization."""
     total = chosen = matrices = rows = 0
     for entry in layout:
         if entry.form is Form.OFFSETS:  # token ids

@@ -29,13 +29,13 @@ def load_checkpoint(
     """Read the checkpoint of a target, and of one of its drafters.
 
     Args:
-      folder: holds ``config.json`` and ``model.safetensors`` (or shards and their index) of the
-        target, or a folder ``target`` that does. Block drafters are looked for in folders
+      folder: folder with ``config.json`` and ``model.safetensors`` (or shards and their index) of
+        the target, or one that contains it as ``target``. Block drafters are searched in folders
         ``dflash2`` and ``dspark`` beside or inside it; a multi-token-prediction head lies in the
         target's own files.
       drafter: "dflash2", "dspark", "mtp" or "none"; the folder of a block drafter; or the name of
         one in :data:`~convert.checkpoint.folders.SHIPPED`. Default: the first kind that is there.
-      dtype: float dtype of weights and activations. Default: what ``config.json`` says, else the
+      dtype: float dtype of weights and activations. Default: as in ``config.json``, else the
         stored one, for the target and for the drafter on its own.
       context_length: maximum length of a sequence; see :func:`jaxdraft.load`.
       packed: keep quantized matrices packed in memory; see :func:`convert.packed.pack`.
@@ -43,7 +43,7 @@ def load_checkpoint(
 
     Raises:
       ArtifactError: with every problem found.
-      ValueError: there is no such drafter, or ``dtype`` is not one that is supported.
+      ValueError: there is no such drafter, or ``dtype`` is not supported.
     """
     if dtype is not None:
         dtype = float_dtype(dtype)

@@ -1,7 +1,7 @@
-"""Targets of which only the description is there: ``config.json``, and perhaps an index.
+"""Targets without weight files: ``config.json``, and perhaps an index.
 
-Names, shapes and types of all tensors follow from it, so that a report says what the full model
-takes before its weights are downloaded. An index, if there is one, must list these names.
+Names, shapes and types of all tensors follow from it, so that a report shows the size of the full
+model before its weights are downloaded. An index, if there is one, must list these names.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def described_tensors(
 
     Args:
       facts: the content of ``config.json``.
-      layout: of the target.
-      names: those of the stored tensors, if they are known.
-      files: of the folder.
+      layout: layout of the target.
+      names: names of the stored tensors, if they are known.
+      files: files of the folder.
       aside: prefixes of the names of tensors that are not part of the target.
-      problems: where to report names that do not fit.
-      remarks: what a reader of the report should know.
+      problems: destination of names that do not fit.
+      remarks: destination of notes for the reader of the report.
     """
     remarks.note(CONFIG, "no weights lie beside it: the report follows from the settings alone")
     expected = {part.name for entry in layout for part in entry.tensors}

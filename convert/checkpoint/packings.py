@@ -83,7 +83,7 @@ def expected(scheme: Scheme, name: str, shape: tuple[int, ...]) -> dict[str, Exp
     group = scheme.group or columns
     blocks = -(-columns // group)
     scales = _expected_scales(scheme, rows, columns, blocks)
-    note = f", {_COUNTS[each]} of a row's {columns} numbers in one"
+    note = f", {_COUNTS[each]} of the {columns} numbers of a row in each"
     found: dict[str, Expected]
     if scheme.layout in ("awq", "gptq"):
         words, zero_words = -(-columns // each), -(-rows // each)

@@ -32,18 +32,18 @@ from jaxdraft.nn.decoder import Decoder
 
 @dataclasses.dataclass
 class CheckpointPlan:
-    """What a checkpoint holds. A part that could not be read is None, and a problem says why.
+    """The content of a checkpoint. A part that could not be read is None, with a problem for it.
 
     Attributes:
-      folder: as it was given.
-      problems: everything that is wrong with the target, or else with the drafter.
-      files: of both.
-      config: the target's, with what the drafter asks of it.
-      drafters: kinds of all drafters that are there, read or not.
-      kind: of the one that was chosen.
-      remarks: what is fine, or has no effect.
+      folder: folder as passed by the caller.
+      problems: problems of the target, or else of the drafter.
+      files: files of both.
+      config: the target's description, with the outputs that the drafter needs.
+      drafters: kinds of all drafters that are present, read or not.
+      kind: kind of the chosen drafter.
+      remarks: remarks about the files.
       shells: modules without numbers, ``"target"`` and perhaps ``"drafter"``.
-      dtypes: of their activations.
+      dtypes: types of their activations.
     """
 
     folder: Path
@@ -84,8 +84,8 @@ def plan_checkpoint(
 
     Args:
       folder, drafter, dtype: as in :func:`~convert.checkpoint.load.load_checkpoint`.
-      numbers: compare what a drafter stores a second time with the target's own, for which both are
-        read. Without, a target that is only described is enough.
+      numbers: whether to read a drafter's copies of the target's tensors and compare them. Without,
+        a target without weights is enough.
       context_length: as in :func:`~convert.checkpoint.load.load_checkpoint`.
       packed: keep quantized matrices packed.
 

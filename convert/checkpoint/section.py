@@ -34,7 +34,7 @@ _OLDER = {"su": "longrope"}
 
 
 class ModelSection(Section):
-    """An object of a ``config.json``, with what the files of targets and drafters share."""
+    """An object of a ``config.json``, with the readers that targets and drafters share."""
 
     def dtype(self) -> str | None:
         """Return the dtype that the file names; None: none, or that of the stored tensors."""

@@ -63,13 +63,13 @@ def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, 
     """Return every tensor of the checkpoint in ``folder``, by name.
 
     Args:
-      folder: holds ``model.safetensors``, or shards and their index.
-      files: where maps are kept.
-      remarks: destination of what does not stop a load.
+      folder: folder with ``model.safetensors``, or shards and their index.
+      files: owner of the maps.
+      remarks: destination of remarks, which do not prevent loading.
 
     Raises:
-      ArtifactError: a file is missing, is not what it says, or leaves the folder; the index and
-        the shards disagree; a tensor is of no type that is supported.
+      ArtifactError: a file is missing, invalid or outside the folder; the index and the shards
+        disagree; the type of a tensor is not supported.
     """
     single, index = (folder / name for name in (SINGLE, INDEX))
     if single.exists() and index.exists():

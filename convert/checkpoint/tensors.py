@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: what they have to be, and what each parameter is made of."""
+"""The tensors of a checkpoint: their checks, and the recipe of each parameter."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from jaxdraft.config import DrafterConfig, TargetConfig
 HEAD = "lm_head.weight"
 
 INTEGERS: Mapping[Form, tuple[int, ...]] = {Form.OFFSETS: (INT64,)}
-"""Forms that are no floats, and what they are stored in."""
+"""Forms that are not floats, and their stored types."""
 
 _NAMED = 20
-"""Number of problems that are reported one by one."""
+"""Maximum number of problems reported one by one."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -96,9 +96,9 @@ def check_tensors(
       tensors: the folder's tensors, by name.
       file: name of the file in messages.
       aside: prefixes of the names of tensors that are not checked.
-      problems: where to report.
-      quantized: how matrices may be stored in few bits.
-      remarks: destination of what does not stop a load.
+      problems: destination of problems.
+      quantized: allowed storage of matrices in few bits.
+      remarks: destination of remarks, which do not prevent loading.
     """
     wanted = _expected(layout, tensors, quantized)
     found = Problems()

@@ -5,7 +5,7 @@ one for each block drafter (DFlash2, DSpark). :func:`save` writes them; :func:`j
 them; onnxruntime-genai's model builder makes ONNX artifacts of them, which :func:`jaxdraft.load`
 reads too, to the same numbers.
 
-:mod:`~jaxdraft.checkpoint.layout` says which tensors make which parameter, once for both
+:mod:`~jaxdraft.checkpoint.layout` maps tensors to parameters, once for both
 directions; :mod:`~jaxdraft.checkpoint.rotary` makes the rotary tables, which no checkpoint stores.
 """
 

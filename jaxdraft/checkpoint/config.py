@@ -54,7 +54,7 @@ TOWER = {
 
 
 def vision_tower(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of :data:`TOWER`, all zero: text never meets them."""
+    """Return names and shapes of the (zero) tensors of :data:`TOWER`, which text does not use."""
     width, inner = TOWER["hidden_size"], TOWER["intermediate_size"]
     merged = width * TOWER["spatial_merge_size"] ** 2
     patch = TOWER["patch_size"]
@@ -96,7 +96,7 @@ def vision_tower(config: TargetConfig) -> dict[str, tuple[int, ...]]:
 def family_of(config: TargetConfig) -> Family:
     """Return the architecture whose checkpoints can hold this target.
 
-    It is the one that the target came from, or else the first that can hold it.
+    It is the architecture that the target was loaded from, or else the first that can hold it.
 
     Raises:
       ValueError: there is none.
@@ -139,9 +139,9 @@ def target_json(
     Args:
       config: its description.
       family: from :func:`family_of`.
-      ropes: its rotary embeddings: that of all layers; or of layers without and with a window.
+      ropes: its rotary embeddings: one for all layers, or one without and one with a window.
       dtype: name of the dtype to compute in.
-      mtp: description of the multi-token-prediction head stored with it, if one is.
+      mtp: description of the multi-token-prediction head stored with it, if there is one.
       stop_ids: tokens that end a sequence.
       int4: whether the matrices are stored in four bits.
 
@@ -211,12 +211,12 @@ def target_json(
 
 
 def generation_json(stop_ids: tuple[int, ...]) -> Json:
-    """``generation_config.json``: where runtimes look for the tokens that end a sequence."""
+    """Return ``generation_config.json``, where runtimes find the tokens that end a sequence."""
     return {"_from_model_config": True, "eos_token_id": _ids(stop_ids), "use_cache": True}
 
 
 def quantization_json(bits: int, ignore: Sequence[str] = ()) -> Json:
-    """``quantization_config`` of matrices in eight bits or four; activations stay floats.
+    """Return ``quantization_config`` of matrices in eight or four bits; activations are floats.
 
     Source: compressed-tensors. Eight bits use a scale per row (``int-quantized``), four one for
     each :data:`jaxdraft.checkpoint.forms.INT4_GROUP` inputs (``pack-quantized``).
@@ -253,14 +253,14 @@ def block_json(
     dtype: str,
     bits: int | None = None,
 ) -> Json:
-    """``config.json`` of a block drafter.
+    """Return ``config.json`` of a block drafter.
 
     Args:
       config: its description.
       taps: the target's layers whose entering residual it reads, in order.
       rope: its rotary embedding.
       dtype: name of the dtype to compute in.
-      bits: in which the matrices are stored, 8 or 4; None: as floats.
+      bits: number of bits per stored matrix entry, 8 or 4; None: matrices stay floats.
 
     Raises:
       ValueError: if the layout cannot express ``config``.
@@ -431,7 +431,7 @@ def _attention_says(
     softcap: bool = False,
     scale: bool = False,
 ) -> None:
-    """Check a shape of attention; ``softcap`` and ``scale``: whether these may be anything."""
+    """Check a shape of attention; ``softcap`` and ``scale``: whether any value is allowed."""
     _says(what, "attention.gated", a.gated, gated)
     _says(what, "attention.qk_norm", a.qk_norm, qk_norm)
     if a.qk_norm:
@@ -456,7 +456,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _scalar(scale: float) -> float:
-    """Return x with ``x**-0.5 = scale``, a whole number where one is near."""
+    """Return x with ``x**-0.5 = scale``, as a whole number if one is near."""
     exact = scale**-2
     return round(exact) if abs(round(exact) - exact) < 1e-5 * exact else exact
 
@@ -498,7 +498,7 @@ def _windows_json(config: TargetConfig, family: Family) -> Json:
     if family.windows == "pattern":
         json["sliding_window"] = window or config.context_length
     elif family.windows == "switch" and window is not None:
-        # transformers reads layer_types alone; the builder reads the place of the first such layer.
+        # transformers reads layer_types alone; the builder reads the index of the first such layer.
         json |= {
             "max_window_layers": config.layers.index("sliding"),
             "sliding_window": window,
@@ -548,5 +548,5 @@ def _feed_forward_json(config: TargetConfig, family: Family) -> Json:
 
 
 def _ids(stop_ids: tuple[int, ...]) -> int | list[int] | None:
-    """One id as a number, several as a list, none as null."""
+    """Return one id as a number, several as a list, none as null."""
     return stop_ids[0] if len(stop_ids) == 1 else list(stop_ids) or None

@@ -32,15 +32,15 @@ class Family:
     """An architecture of targets.
 
     Attributes:
-      model_type: as ``config.json`` spells it.
-      architecture: the class that transformers and the model builder go by.
-      models: published models of it, for people.
+      model_type: name in ``config.json``.
+      architecture: class name in transformers and the model builder.
+      models: published models of it, for documentation.
       text_type, text_architecture: the same of the text model alone, where it is a part.
       composite: the text model is a part of a model with a vision tower: its settings are in
         ``text_config``.
       tower: the vision tower is written, too, because the class does not load without one.
-      prefixes: what the names of the text model's tensors may begin with; the first is written.
-      aside: what the names of tensors begin with that text does not need.
+      prefixes: allowed name prefixes of the text model's tensors; the first is written.
+      aside: name prefixes of the tensors that text does not need.
       kinds: kinds of layers, and how ``layer_types`` spells them.
       windows: rule that gives layers a window. "switch": ``use_sliding_window``, from layer
         ``max_window_layers`` on. "number": a number in ``sliding_window``, all layers. "pattern":
@@ -53,12 +53,12 @@ class Family:
       qk_norm: norm of queries and keys, over each head or over all at once.
       fused: parts that are stored as one tensor: "qkv", "gate_up".
       gated: queries carry a gate.
-      rotary: share of each head's channels that is rotated, where the file does not say.
-      partial: whether the file may say it, in ``partial_rotary_factor``.
+      rotary: share of each head's channels that is rotated, if the file does not state it.
+      partial: whether the file may state it, in ``partial_rotary_factor``.
       interleaved: neighbouring channels are rotated together.
       ropes: schemes of rotary embedding.
       own_tables: layers with a window have rotary tables of their own.
-      activation: of the feed-forward part.
+      activation: activation of the feed-forward part.
       embedding_scaled: embeddings are multiplied by the root of the width.
       query_scalar: scores are divided by the root of ``query_pre_attn_scalar``, not of the width
         of a head.

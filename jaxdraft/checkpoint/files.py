@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written; its numbers are made when their turn comes."""
+    """A tensor to be written; its numbers are computed when they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -50,7 +50,7 @@ def write_tensors(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int)
     for i, shard in enumerate(shards):
         file = SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         made = {tensor.name: tensor.make() for tensor in shard}
-        # What the loaders of transformers ask for; the numbers belong to no framework.
+        # The loaders of transformers require this entry; the numbers belong to no framework.
         save_file(made, folder / file, {"format": "pt"})
         index |= dict.fromkeys(made, file)
     if len(shards) > 1:
@@ -72,12 +72,12 @@ def _shards(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """Write ``body`` for people to read."""
+    """Write ``body`` with indentation."""
     path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def check_free(folder: Path, parts: Collection[str], *, overwrite: bool) -> None:
-    """``folder`` does not exist, or may be replaced: nothing but ``parts`` is in it.
+    """Check that ``folder`` does not exist, or may be replaced: it holds only ``parts``.
 
     Raises:
       FileExistsError: it exists, and ``overwrite`` is false or something else is in it.
@@ -98,10 +98,10 @@ def check_free(folder: Path, parts: Collection[str], *, overwrite: bool) -> None
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Generator[Path]:
-    """An empty folder to fill, which becomes ``folder`` if nothing is raised.
+    """Yield an empty folder to fill, which becomes ``folder`` if nothing is raised.
 
-    It lies beside ``folder``, so that renaming it is one step. What was at ``folder`` stays there
-    until then, and comes back if the renaming fails.
+    It lies next to ``folder``, so that renaming it is one step. A folder to be replaced stays until
+    then, and is restored if the renaming fails.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -123,7 +123,7 @@ def appearing(folder: Path) -> Generator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """What is renamed is on disk: a name that survives a crash must not name an empty file."""
+    """Flush to disk before renaming, so that no name refers to an empty file after a crash."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb+") as file:

@@ -1,4 +1,4 @@
-"""How a parameter becomes stored numbers, and back."""
+"""Conversion of parameters to stored numbers, and back."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Array = np.ndarray
 
 
 class Form(enum.Enum):
-    """How a parameter x is stored."""
+    """The stored form of a parameter x."""
 
     PLAIN = enum.auto()  # x
     OFFSET = enum.auto()  # x - 1: Qwen3.5's norms multiply by 1 + w
     LOG = enum.auto()  # log(-x): A_log, the decay scale being -exp(A_log)
-    ZERO = enum.auto()  # not at all: a bias the architecture has not
+    ZERO = enum.auto()  # not at all: a bias that the architecture lacks
     OFFSETS = enum.auto()  # int64, token x at place i as x - i: EAGLE-3's d2t
     TRANSPOSED = enum.auto()  # the last two axes swapped
     ALTERNATING = enum.auto()  # TRANSPOSED if there are three axes; gate and up in turn
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What tensors are stored in, and modules made of."""
+"""Types of stored tensors and of modules."""
 
 
 def float_dtype(dtype: DTypeLike) -> np.dtype:
-    """One of :data:`DTYPES`.
+    """Return one of :data:`DTYPES`.
 
     Raises:
       ValueError: ``dtype`` is something else.
@@ -72,10 +72,10 @@ def take_in(stored: Array, form: Form) -> Array:
 
 
 def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
-    """A parameter's values as they are stored.
+    """Return a parameter's values in their stored form.
 
-    What :func:`decode` made comes back from :func:`encode` and :func:`decode` bit for bit. Other
-    values may not: ``1 + w`` has fewer digits left below 1/2, and ``exp`` skips numbers above e.
+    Values from :func:`decode` survive :func:`encode` and :func:`decode` bit for bit. Other values
+    may not: ``1 + w`` has fewer digits left below 1/2, and ``exp`` skips numbers above e.
 
     Args:
       values: any shape, any float dtype.
@@ -107,7 +107,7 @@ def encode(values: Array, form: Form, dtype: np.dtype) -> Array:
 
 
 def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
-    """Stored numbers as the parameter's values, rounded once from the exact ones into ``dtype``."""
+    """Return the parameter's values of stored numbers, rounded once into ``dtype``."""
     if form is Form.PLAIN:
         return stored.astype(dtype)
     if form in LAID_OUT:
@@ -154,7 +154,7 @@ def from_int8(values: Array, scale: Array) -> Array:
 
 
 INT4_GROUP = 64
-"""Inputs that share a scale in the files that are written."""
+"""Number of inputs that share a scale in written files."""
 
 
 def to_int4(matrix: Any, group: int = INT4_GROUP) -> tuple[Any, Any]:
@@ -204,7 +204,7 @@ def from_int4(values: Any, scale: Any) -> Any:
 
 
 def pack_int4(values: Array) -> Array:
-    """Eight numbers in an int32, each plus 8, the first in the lowest bits; rows filled with zeros.
+    """Pack eight numbers into an int32, each plus 8, the first in the lowest bits, zero-padded.
 
     Example: [1, -8, 7] is the bits 1111 0000 1001 below others that are zero, 0x0F09.
 
@@ -222,7 +222,7 @@ def pack_int4(values: Array) -> Array:
 
 
 def unpack_int4(packed: Array, columns: int) -> Array:
-    """What :func:`pack_int4` packed: int32 [out, ceil(columns / 8)] -> int8 [out, columns]."""
+    """Undo :func:`pack_int4`: int32 [out, ceil(columns / 8)] -> int8 [out, columns]."""
     places = np.uint32(4) * np.arange(8, dtype=np.uint32)
     raised = packed.view(np.uint32)[..., None] >> places & np.uint32(15)
     values = raised.reshape(packed.shape[0], -1)[:, :columns]

@@ -2,15 +2,15 @@
 
 A parameter is one or more stored tensors one after another in memory: our modules fuse tensors that
 share an input (q, k and v; gate and up; the delta net's qkv and z, b and a), checkpoints do not.
-Three kinds of parameter are not stored as they are: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
+Some kinds of parameters are stored in another form: :class:`jaxdraft.checkpoint.forms.Form`. Rotary
 tables are not stored at all: :mod:`jaxdraft.checkpoint.rotary`.
 
-Matrices may be stored in eight bits, with a tensor of scales beside each, or in four, where three
+Matrices may be stored in eight bits, with a tensor of scales for each, or in four, where three
 tensors replace one; see :func:`is_matrix`. Embeddings, heads and the codebooks of
 pair scores are tables, not matrices.
 
 Source: the state dictionaries of transformers' ``qwen3_5``, ``qwen3_5_moe``, ``qwen3`` and
-``llama``; what the ``dflash2`` and ``dspark`` builders of onnxruntime-genai read.
+``llama``; the names read by the ``dflash2`` and ``dspark`` builders of onnxruntime-genai.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jaxdraft.config import (
 from jaxdraft.kinds import block_of
 
 Path = tuple[str | int, ...]
-"""Of a parameter in the pure state of a module: ``("layers", 0, "mixer", "qkv", "weight")``."""
+"""Path of a parameter in a module's pure state: ``("layers", 0, "mixer", "qkv", "weight")``."""
 
 TARGET = "target"
-"""Folder of the target in a saved checkpoint; block drafters lie beside it, named by their kind."""
+"""Folder of the target in a saved checkpoint; those of drafters, named by kind, are beside it."""
 
 MTP = "mtp."
-"""What the names of tensors begin with that are in a target's files and of its own drafter."""
+"""Name prefix of the tensors of a drafter in the target's files."""
 
 MEMBERS = "t2d"
 """Tensor [V] bool of a drafter with a head of its own: the tokens of its draft vocabulary. ``d2t``
@@ -59,19 +59,19 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter, and the tensors that make it, in the order in which they lie in memory.
+    """A parameter and its stored tensors, in memory order.
 
     Attributes:
-      path: of the parameter.
+      path: path of the parameter.
       tensors: the tensors.
-      form: how its values are stored.
-      reshaped: shape of the parameter, where it is not that of the tensors one below the other.
+      form: stored form of its values.
+      reshaped: shape of the parameter, if it differs from that of the concatenated tensors.
     """
 
     path: Path
@@ -81,14 +81,14 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter; of one that is stored at all."""
+        """Shape of the parameter. Only defined for parameters that are stored."""
         if self.reshaped is not None:
             return self.reshaped
         return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
 
 
 def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
-    """Every stored parameter of a :class:`jaxdraft.nn.decoder.Decoder`."""
+    """Return every stored parameter of a :class:`jaxdraft.nn.decoder.Decoder`."""
     width, vocab, prefix = config.width, config.vocab_size, family.prefix
     entries = [
         _one(("embed", "weight"), f"{prefix}embed_tokens.weight", vocab, width),
@@ -111,7 +111,7 @@ def target_layout(config: TargetConfig, family: Family) -> list[Entry]:
 
 
 def mtp_layout(config: MtpConfig) -> list[Entry]:
-    """Every stored parameter of a :class:`jaxdraft.nn.mtp.Mtp`, in its target's checkpoint."""
+    """Return every stored parameter of a :class:`jaxdraft.nn.mtp.Mtp` inside its target's files."""
     width, norm, layer = config.width, Form.OFFSET, f"{MTP}layers.0"
     return [
         _one(("fc", "weight"), f"{MTP}fc.weight", width, 2 * width),
@@ -125,7 +125,7 @@ def mtp_layout(config: MtpConfig) -> list[Entry]:
 
 
 def eagle3_layout(config: Eagle3Config) -> list[Entry]:
-    """Every stored parameter of a :class:`jaxdraft.nn.eagle3.Eagle3`."""
+    """Return every stored parameter of a :class:`jaxdraft.nn.eagle3.Eagle3`."""
     width, a, norm = config.width, config.attention, Form.PLAIN
     layer = "midlayer" if config.spelling == "midlayer" else "layers.0"
     inner, rows = (
@@ -157,7 +157,7 @@ def eagle3_layout(config: Eagle3Config) -> list[Entry]:
 
 
 def block_layout(config: BlockDrafterConfig) -> list[Entry]:
-    """Every stored parameter of a :class:`jaxdraft.nn.block_drafter.BlockBackbone`.
+    """Return every stored parameter of a :class:`jaxdraft.nn.block_drafter.BlockBackbone`.
 
     Embedding and head are the target's, and not stored a second time.
     """
@@ -206,26 +206,26 @@ def block_layout(config: BlockDrafterConfig) -> list[Entry]:
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Whether a parameter is a matrix of products, in ``torch`` a ``Linear`` other than the head.
+    """Return whether a parameter is a matrix of products: a ``Linear`` in torch, not the head.
 
-    The router of experts is none.
+    The router of experts does not count.
     """
     table = entry.path[0] in ("embed", "head") or "router" in entry.path
     return entry.path[-1] == "weight" and len(entry.shape) == 2 and not table
 
 
 def scales_of(name: str) -> str:
-    """Name of the scales of a matrix in eight or four bits."""
+    """Return the name of the scales of a matrix in eight or four bits."""
     return f"{name}_scale"
 
 
 def packed_of(name: str) -> str:
-    """Name of the numbers of a matrix in four bits."""
+    """Return the name of the packed numbers of a matrix in four bits."""
     return f"{name}_packed"
 
 
 def shape_of(name: str) -> str:
-    """Name of the shape of a matrix in four bits, which its packed numbers do not tell."""
+    """Return the name of the stored shape of a matrix in four bits."""
     return f"{name}_shape"
 
 
@@ -242,7 +242,7 @@ def _one(path: Path, name: str, *shape: int, form: Form = Form.PLAIN) -> Entry:
 
 
 def _rows(path: Path, name: str, width: int, **rows: int) -> Entry:
-    """Matrices of one width, one below the other."""
+    """Return matrices of one width, concatenated along the first axis."""
     tensors = tuple(
         StoredTensor(f"{name}.{key}.weight", (count, width)) for key, count in rows.items()
     )
@@ -305,7 +305,7 @@ def _delta_net(path: Path, name: str, width: int, config: DeltaNetConfig) -> lis
     taps = config.conv_width
     conv = StoredTensor(
         f"{name}.conv1d.weight", (channels, 1, taps)
-    )  # of one channel each, says torch
+    )  # torch's shape: one channel per group
     return [
         _rows((*path, "qkvz", "weight"), name, width, **qkvz),
         _rows((*path, "ba", "weight"), name, width, in_proj_b=heads, in_proj_a=heads),

@@ -18,11 +18,11 @@ _EPS = {
     np.dtype(dtype): float(ml_dtypes.finfo(dtype).eps)
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float32)
 }
-"""Resolution of the dtypes that tables come in, the coarsest first."""
+"""Resolution of the dtypes of tables, the coarsest first."""
 
 
 def fits(rope: Rope, cos: Array, sin: Array) -> bool:
-    """Whether tables [positions, rotary_dim / 2] are those of ``rope``, up to their rounding.
+    """Return whether tables [positions, rotary_dim / 2] are those of ``rope``, up to rounding.
 
     Float32 angles are off by a rounding of their own size, so the tolerance grows with the
     position.
@@ -40,7 +40,7 @@ def fits(rope: Rope, cos: Array, sin: Array) -> bool:
 
 
 def recover(cos: Array, sin: Array) -> Rope | None:
-    """The plain :class:`Rope` that made the tables, or None if none did.
+    """Return the plain :class:`Rope` of the tables, or None if there is none.
 
     One frequency gives theta, to the precision of the table. Of the decimals near it, the
     shortest that fits every entry is taken, since typical values are 10000 and 500000.
@@ -56,7 +56,7 @@ def recover(cos: Array, sin: Array) -> Rope | None:
         turns = round((position * turn - angle) / (2 * math.pi))
         turn = (angle + 2 * math.pi * turns) / position
         position *= 2
-    if turn < 1e-6:  # no base that anybody uses
+    if turn < 1e-6:  # not a base in use
         return None
     estimate = turn ** (-half / channel)
     for digits in range(1, 10):

@@ -63,7 +63,7 @@ from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
 
 MAX_SHARD_BYTES = 4 << 30
-"""Bytes of tensors per file, and bytes that saving holds in host memory at once."""
+"""Bytes of tensors per file, which is also the host memory that saving needs."""
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -82,15 +82,15 @@ Parameters = Mapping[ParameterPath, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What :func:`save` wrote.
+    """A record of the files written by :func:`save`.
 
     Attributes:
-      folder: holds ``target`` and a folder for each block drafter.
+      folder: folder with ``target`` and a folder for each block drafter.
       parts: the folders in it.
-      rounded: tensors that do not give back their parameter bit for bit when they are read in the
-        parameter's own dtype, as "folder/tensor", and by how much: all of them, if a narrower dtype
-        was asked for; norm weights below 1/2 and decay scales that ``1 + w`` and ``-exp(A_log)`` do
-        not reach. Never one that came from an artifact or a checkpoint in the same dtype.
+      rounded: "folder/tensor" -> largest difference, for tensors that do not restore their
+        parameter bit for bit in its own dtype: all of them with a narrower dtype; norm weights
+        below 1/2 and decay scales that ``1 + w`` and ``-exp(A_log)`` cannot represent. Never a
+        tensor that came from an artifact or a checkpoint in the same dtype.
     """
 
     folder: Path
@@ -126,27 +126,26 @@ def save(
     appears when they are complete.
 
     Args:
-      model: the target, with the drafter it has.
+      model: the target, with its drafter.
       folder: the folder to create.
       drafters: further drafters of the same target, one of each kind.
       dtype: type of the stored tensors. Default: that of each array; tensors stored shifted or as
         a logarithm (Qwen3.5's norms, ``A_log``) are then float32.
       compute_dtype: type named in ``config.json``. Runtimes, and :func:`jaxdraft.load` too, widen
         or round the stored tensors to it unless set otherwise. Default: the stored dtype.
-      tokenizer: a folder whose tokenizer files are copied. Default: where the model's came from.
+      tokenizer: folder whose tokenizer files are copied. Default: that of the model's tokenizer.
       rope: rotary embedding of a folder ("target", "dflash2", "dspark"), and "sliding" for layers
-        with a window that have their own. Default: the one that was loaded, or else the plain one,
-        whose base is found from the tables.
+        with a window that have their own. Default: the loaded one, or else a plain one,
+        whose base is inferred from the tables.
       stop_ids: tokens that end a sequence. Default: the model's.
-      int8: store the matrices of block drafters in eight bits, one scale per row, as
-        compressed-tensors does (``int-quantized``). Drafts change a little, and nothing else can:
-        the target verifies them.
-      int4: store the matrices of the target, of its multi-token-prediction head and of block
-        drafters in four bits, one scale for 64 inputs, as compressed-tensors does
-        (``pack-quantized``). This changes the target, unless its matrices are such numbers: those
-        that come from such a checkpoint are, and those trained for it
-        (:func:`jaxdraft.train.round_to_int4`).
-      overwrite: replace ``folder`` if it is a saved checkpoint and nothing else.
+      int8: whether to store the matrices of block drafters in eight bits, one scale per row, as
+        compressed-tensors does (``int-quantized``). Only drafts change a little,
+        because the target verifies them.
+      int4: whether to store the matrices of the target, of its multi-token-prediction head and of
+        block drafters in four bits, one scale per 64 inputs, as compressed-tensors does
+        (``pack-quantized``). Lossy for the target, unless its weights already lie on the int4 grid
+        (loaded from such a checkpoint, or trained with :func:`jaxdraft.train.round_to_int4`).
+      overwrite: whether to replace ``folder`` if it is a saved checkpoint and nothing else.
       max_shard_bytes: bytes of tensors in one file.
 
     Returns:
@@ -191,7 +190,7 @@ class _Content:
 
 
 class _Folders:
-    """Every folder to be written. All checks are made here; no number is touched."""
+    """All folders to be written. All checks are made here, before any number is read."""
 
     def __init__(
         self,
@@ -231,7 +230,7 @@ class _Folders:
                 self.contents[kind] = write(drafter)
 
     def _choose(self, drafters: Sequence[Drafter]) -> dict[str, Any]:
-        """The drafters that have weights, by kind."""
+        """Return the drafters that have weights, by kind."""
         chosen: dict[str, Any] = {}
         for drafter in drafters:
             if isinstance(drafter, (NoDrafter, NgramDrafter)):
@@ -250,9 +249,9 @@ class _Folders:
         return chosen
 
     def _check_shared(self, drafter: Any, kind: DrafterKind) -> None:
-        """Check what the drafter's checkpoint does not hold, since it is the target's.
+        """Check the parts that the drafter's checkpoint leaves to the target.
 
-        That is the taps, and embedding and head unless the drafter has its own.
+        These are the taps, and embedding and head unless the drafter has its own.
         """
         config, params = self.target.config, self.target.decoder.params
         embedding = params["embed"]["weight"]
@@ -344,7 +343,7 @@ class _Folders:
         return _Content({"config.json": body}, tuple(tensors))
 
     def _stored(self, own: DTypeLike) -> np.dtype:
-        """What was asked for, or the array's own dtype."""
+        """Return the requested dtype, or else the array's own."""
         return np.dtype(own) if self.dtype is None else self.dtype
 
     def _target_ropes(self, found: Parameters) -> list[Rope]:
@@ -376,7 +375,7 @@ class _Folders:
     def _tensors(
         self, folder: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
     ) -> Iterator[Tensor]:
-        """The tensors of a layout: every parameter makes some, and every tensor is made of one."""
+        """Yield the tensors of a layout, checked to use every parameter exactly once."""
         stored = {path for path in found if path[0] not in ROTARY}
         for path in sorted(stored - {entry.path for entry in layout}, key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
@@ -412,7 +411,7 @@ class _Folders:
     def _in_int8(
         self, folder: str, leaf: Any, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Iterator[Tensor]:
-        """Two tensors, made together when the first one's turn comes."""
+        """Return two tensors, computed together when the first one is written."""
 
         @functools.cache
         def both() -> tuple[np.ndarray, np.ndarray]:
@@ -430,7 +429,7 @@ class _Folders:
     def _in_int4(
         self, folder: str, leaf: Any, start: int, tensor: StoredTensor, dtype: np.dtype
     ) -> Iterator[Tensor]:
-        """Three tensors; scales are bfloat16, whatever ``dtype``."""
+        """Return three tensors; scales are bfloat16 for any ``dtype``."""
         rows, columns = tensor.shape
         if columns % INT4_GROUP:
             raise ValueError(
@@ -470,7 +469,7 @@ class _Folders:
 
 
 def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndarray:
-    """A matrix to be stored in few bits, [out, in] float32."""
+    """Return a matrix [out, in] in float32, after checking that it is finite."""
     wide = np.asarray(leaf).reshape(-1)[start : start + tensor.size].astype(np.float32)
     if not np.isfinite(wide).all():
         raise ValueError(
@@ -488,7 +487,7 @@ def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
 
 
 def _parameters(params: Any) -> dict[ParameterPath, Any]:
-    """Flat, the rotary tables with them."""
+    """Return the parameters as a flat mapping, rotary tables included."""
     return dict(nnx.traversals.flatten_mapping(params))
 
 

@@ -1,11 +1,11 @@
-"""Lattices: walks and paths, and one scan for every question about all paths at once.
+"""Lattices: walks and paths, and one scan for every query over all paths at once.
 
 A *path* picks one candidate of every step; its score is the sum of its K edge scores, the first of
 which comes from the anchor. Two distributions live on the paths of a lattice, and differ:
 
 * *Locally normalised*: walk from the anchor and draw each step from the softmax of the edge row
-  that its predecessor selects. This is what drafting samples from. A step does not know where its
-  choice leads, and adding a constant to a whole row of scores changes nothing.
+  that its predecessor selects. This is what drafting samples from. A step does not depend on the
+  steps after it, and adding a constant to a whole row of scores changes nothing.
 * *Globally normalised* (Gibbs): a path has probability ``exp(score / T) / Z``, where Z is the sum
   over all paths. A candidate's probability depends on everything that can follow it, and a constant
   added to a row counts. :func:`log_mass`, :func:`marginals` and :func:`sample_path` use
@@ -16,16 +16,16 @@ log-probabilities is the walk's own, Z = 1. So ``marginals(normalize(lattice))``
 probability that a sampled walk passes each candidate, and
 ``best_path(normalize(lattice))`` is the most probable walk.
 
-The scan, :func:`to_go`, runs from the last step to the first and keeps for every candidate what all
-continuations are worth together; an :class:`Algebra` says what "together" means. Running that way,
-the first choice is made last, by one that sees all its consequences: ties fall to the first path in
-lexicographic order, and a walk over *score plus worth of what follows* is the best path if greedy,
+The scan, :func:`to_go`, runs from the last step to the first and keeps for every candidate the
+combined worth of all continuations; an :class:`Algebra` defines the combination. In this direction
+the first choice is made last, with all its consequences known: ties go to the first path in
+lexicographic order, and a walk over *score plus worth of the rest* is the best path if greedy, and
 an exact Gibbs sample if drawn (backward filtering, forward sampling).
 
 Masks. A score at or below ``MASKED / 2`` (-inf, NaN) is *masked*, and a path with a masked edge
-is not *open*. MASKED is the zero of the algebras: it swallows what is added to it, and is nothing
-in a sum. Where no path is open, score and log mass are MASKED, marginals and indices zero. Nothing
-may be +inf.
+is not *open*. MASKED is the zero of the algebras: it absorbs anything added to it, and adds
+nothing to a sum. If no path is open, score and log mass are MASKED, marginals and indices zero.
+Nothing may be +inf.
 
 Source: Rabiner, "A Tutorial on Hidden Markov Models", 1989, section III; Goodman, "Semiring
 Parsing", 1999; Lafferty et al., "Conditional Random Fields", 2001 (local and global).
@@ -61,7 +61,7 @@ def walk(lattice: Lattice, choose: Choose) -> jax.Array:
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      choose: picks one candidate of a step, given the row of its predecessor.
+      choose: function that picks one candidate of a step, given the row of its predecessor.
 
     Returns:
       Candidate indices [B, K] int32.
@@ -95,14 +95,14 @@ def path_tokens(lattice: Lattice, indices: jax.Array) -> jax.Array:
 
 
 class Algebra(NamedTuple):
-    """How a continuation extends an edge, and how the alternatives at a fork join.
+    """The combination of values: an edge with its continuation, and alternatives at a fork.
 
     A node keeps N values, the best first: one for most questions, n for the n best paths.
 
     Attributes:
-      join: alternatives [B, C, M] -> the values [B, C, N] that stand for them, and where each comes
-        from, [B, C, N] int32 in 0..M-1; None where it comes from all of them.
-      extend: (edge score, worth of what follows) -> worth of both. Must broadcast.
+      join: alternatives [B, C, M] -> the values [B, C, N] that represent them, and the index of
+        each, [B, C, N] int32 in 0..M-1; None if a value comes from all of them.
+      extend: (edge score, worth of the continuation) -> worth of both. Must broadcast.
       empty: worth of a path of no steps.
       width: N.
     """
@@ -139,7 +139,7 @@ that a walk matches, and the path for which it is greatest. Not a semiring, but 
 
 
 def best(n: int) -> Algebra:
-    """The n best: every node keeps n values. Example: ``best(1)`` is BEST."""
+    """Return the algebra of the n best values per node. Example: ``best(1)`` is BEST."""
     if n < 1:
         raise ValueError(f"n is {n}; expected at least 1 path")
     return Algebra(lambda alternatives: lax.top_k(alternatives, n), width=n)
@@ -147,10 +147,10 @@ def best(n: int) -> Algebra:
 
 @struct.dataclass
 class ToGo:
-    """What is still to come, seen from every candidate of every step.
+    """The worth of all continuations, for every candidate of every step.
 
-    Entry k of ``after`` is what follows step k: ``scores[b, k, i, j]`` extended by
-    ``after[b, k, j]`` is the worth of going on with j.
+    Entry k of ``after`` is the worth after step k: ``scores[b, k, i, j]`` extended by
+    ``after[b, k, j]`` is the worth of continuing with j.
     """
 
     worth: jax.Array  # [B, N] float32, of all paths from the anchor
@@ -167,7 +167,7 @@ def to_go(lattice: Lattice, algebra: Algebra, *, length: jax.Array | None = None
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`. Only ``scores`` is read.
       algebra: see :class:`Algebra`.
-      length: [B] int32: number of steps per row. Default: all K.
+      length: [B] int32, number of steps per row. Default: all K.
     """
     scores = _open(lattice)
     batch, steps, width, _ = scores.shape
@@ -215,7 +215,7 @@ def best_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
-      length: [B] int32: only the first so many steps count. Default: all.
+      length: [B] int32, number of steps that count. Default: all.
 
     Returns:
       Indices [B, K] and scores [B]. The score is differentiable: its gradient is one on the path's
@@ -227,12 +227,12 @@ def best_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
 def top_paths(lattice: Lattice, n: int, *, length: jax.Array | None = None) -> Path:
     """Return the n paths of greatest score, best first; ties in lexicographic order.
 
-    Where there are fewer than n open paths, the rest have score MASKED and indices zero.
+    If there are fewer than n open paths, the rest have score MASKED and indices zero.
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
       n: number of paths; static.
-      length: [B] int32: only the first so many steps count. Default: all.
+      length: [B] int32, number of steps that count. Default: all.
 
     Returns:
       Indices [B, n, K] and scores [B, n], differentiable as those of :func:`best_path`.
@@ -253,10 +253,10 @@ def longest_path(lattice: Lattice, *, length: jax.Array | None = None) -> Path:
 
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`; normalised here.
-      length: [B] int32: only the first so many steps count. Default: all.
+      length: [B] int32, number of steps that count. Default: all.
 
     Returns:
-      Indices [B, K] and scores [B]: the log of that number.
+      Indices [B, K] and scores [B]: the log of that expectation.
     """
     return _first(_paths(normalize(lattice), ACCEPTED, length))
 
@@ -309,7 +309,7 @@ class Marginals:
 
 
 def normalize(lattice: Lattice, *, temperature: float | jax.Array = 1.0) -> Lattice:
-    """Rows of edge scores as log-probabilities: the Gibbs distribution of the result is the walk's.
+    """Return edge scores as log-probabilities, for which Gibbs and walk distributions are equal.
 
     A row without an open candidate stays masked.
 
@@ -328,7 +328,7 @@ def log_mass(
     temperature: float | jax.Array = 1.0,
     length: jax.Array | None = None,
 ) -> jax.Array:
-    """log Z: the log [B] of the sum of ``exp(score / T)`` over all paths.
+    """Return log Z, the log [B] of the sum of ``exp(score / T)`` over all paths.
 
     The Gibbs probability of a path is ``exp(path_score / T - log_mass)``. Differentiable; a row of
     no steps has one path, of log mass zero.
@@ -336,7 +336,7 @@ def log_mass(
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
       temperature: T > 0, one number or one per row [B].
-      length: [B] int32: only the first so many steps count. Default: all.
+      length: [B] int32, number of steps that count. Default: all.
     """
     return to_go(_temper(lattice, temperature), MASS, length=length).worth[:, 0]
 
@@ -347,7 +347,7 @@ def marginals(
     temperature: float | jax.Array = 1.0,
     length: jax.Array | None = None,
 ) -> Marginals:
-    """Gibbs probabilities of every candidate and of every edge.
+    """Return the Gibbs probabilities of every candidate and of every edge.
 
     They are the gradient of the log mass with respect to the edge scores. Reverse mode follows the
     scan's softmaxes from the anchor on: an edge has the probability of its first candidate times
@@ -358,7 +358,7 @@ def marginals(
     Args:
       lattice: see :class:`jaxdraft.base.Lattice`.
       temperature: T > 0, one number or one per row [B].
-      length: [B] int32: only the first so many steps count; later ones get zeros. Default: all.
+      length: [B] int32, number of steps that count; later ones get zeros. Default: all.
     """
     tempered = _temper(lattice, temperature)
 
@@ -376,17 +376,17 @@ def sample_path(
     temperature: float | jax.Array = 1.0,
     length: jax.Array | None = None,
 ) -> jax.Array:
-    """Draw one path a row from the Gibbs distribution, exactly.
+    """Draw one path per row from the Gibbs distribution, exactly.
 
-    Each step is drawn from the softmax of its edge scores plus the log mass of what can follow:
+    Each step is drawn from the softmax of its edge scores plus the log mass of the continuations:
     backward filtering, forward sampling. The walk of drafting leaves the second term out; draw from
     ``normalize(lattice)`` to have its distribution.
 
     Args:
-      keys: [B] PRNG keys, one a row, so that a row's path does not depend on the batch. Consumed.
+      keys: [B] PRNG keys, one per row, so that a row's path does not depend on the batch. Consumed.
       lattice: see :class:`jaxdraft.base.Lattice`.
       temperature: T > 0, one number or one per row [B].
-      length: [B] int32: only the first so many steps count. Default: all.
+      length: [B] int32, number of steps that count. Default: all.
 
     Returns:
       Candidate indices [B, K] int32, zero at and past the row's length.
@@ -409,7 +409,7 @@ def sample_path(
 
 
 def _paths(lattice: Lattice, algebra: Algebra, length: jax.Array | None) -> Path:
-    """The N paths an algebra's pointers lead to, [B, N, K]."""
+    """Return the N paths that an algebra's pointers select, [B, N, K]."""
     ahead = to_go(lattice, algebra, length=length)
     assert ahead.choice is not None, "the algebra keeps no pointers"
     batch, steps, width, values = ahead.choice.shape
@@ -434,7 +434,7 @@ def _first(paths: Path) -> Path:
 
 
 def _cut(indices: jax.Array, worth: jax.Array, length: jax.Array) -> jax.Array:
-    """Indices [B, K] or [B, N, K], zero where the row has no step and where there is no path."""
+    """Return indices [B, K] or [B, N, K], zeroed where the row has no step or no path."""
     steps = jnp.arange(indices.shape[-1], dtype=jnp.int32)
     within = steps[None] < length[:, None]  # [B, K]
     within = within if indices.ndim == 2 else within[:, None]
@@ -450,7 +450,7 @@ def _lengths(lattice: Lattice, length: jax.Array | None) -> jax.Array:
 
 
 def _temper(lattice: Lattice, temperature: float | jax.Array) -> Lattice:
-    """Scores over T; masked ones stay what they are."""
+    """Return scores divided by T; masked ones stay unchanged."""
     if isinstance(temperature, int | float) and not temperature > 0:
         raise ValueError(f"temperature is {temperature}; expected T > 0 (best_path is its limit)")
     batch = lattice.scores.shape[0]
@@ -461,7 +461,7 @@ def _temper(lattice: Lattice, temperature: float | jax.Array) -> Lattice:
 
 
 def _open(lattice: Lattice) -> jax.Array:
-    """Edge scores [B, K, C, C] with every masked one at MASKED."""
+    """Return edge scores [B, K, C, C] with every masked one set to MASKED."""
     batch, steps, width = lattice.candidates.shape
     if lattice.scores.shape != (expected := (batch, steps, width, width)):
         raise ValueError(

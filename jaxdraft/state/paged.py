@@ -86,13 +86,20 @@ class Source(NamedTuple):
         return self.read(self.data, index, 1)
 
 
-def empty_pages(
-    shape: KvShape, pages: int, page_size: int
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Return zero keys and values, each L x [P, G, Z, H]."""
+def empty_fields(
+    shape: KvShape, *, batch: int, pages: int, page_size: int, columns: int
+) -> dict[str, Any]:
+    """Return the arrays of an empty pool or of empty rings: all pages free, all tables blank."""
     page = (pages, shape.kv_heads, page_size, shape.head_dim)
-    keys = tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers))
-    return keys, tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers))
+    return {
+        "keys": tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers)),
+        "values": tuple(jnp.zeros(page, shape.dtype) for _ in range(shape.layers)),
+        "table": jnp.full((batch, columns), NO_PAGE, jnp.int32),
+        "length": jnp.zeros((batch,), jnp.int32),
+        # The stack is taken from its end, so page 0 goes out first.
+        "free": jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
+        "free_count": jnp.asarray(pages, jnp.int32),
+    }
 
 
 @struct.dataclass
@@ -137,15 +144,8 @@ class PagedPool:
           page_size: Z.
           columns: M; a row can hold ``columns * page_size`` positions.
         """
-        keys, values = empty_pages(shape, pages, page_size)
         return cls(
-            keys=keys,
-            values=values,
-            table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
-            length=jnp.zeros((batch,), jnp.int32),
-            # The stack is taken from its end, so page 0 goes out first.
-            free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
-            free_count=jnp.asarray(pages, jnp.int32),
+            **empty_fields(shape, batch=batch, pages=pages, page_size=page_size, columns=columns)
         )
 
     @classmethod

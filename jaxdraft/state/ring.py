@@ -126,19 +126,10 @@ class Ring:
           page_size: Z.
         """
         columns = window_pages(window, 2 * block + rows, page_size, capacity)
-        pages = rings * columns
-        keys, values = paged.empty_pages(shape, pages, page_size)
-        return cls(
-            keys=keys,
-            values=values,
-            table=jnp.full((batch, columns), NO_PAGE, jnp.int32),
-            length=jnp.zeros((batch,), jnp.int32),
-            # The stack is taken from its end, so page 0 goes out first.
-            free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
-            free_count=jnp.asarray(pages, jnp.int32),
-            window=window,
-            rows=rows,
+        fields = paged.empty_fields(
+            shape, batch=batch, pages=rings * columns, page_size=page_size, columns=columns
         )
+        return cls(**fields, window=window, rows=rows)
 
 
 def admit(ring: Ring, rows: jax.Array) -> tuple[Ring, jax.Array]:

@@ -1,7 +1,7 @@
 """Weights before the first step.
 
-A module of ``jaxdraft.nn`` is born random so that tests see every term. Training starts better
-where residual branches begin at zero, decays spread over time scales and pair scores are silent.
+Modules of ``jaxdraft.nn`` start with random weights, so that tests cover every term. Training
+starts better with zero residual branches, decays spread over time scales, and zero pair scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHORTEST, LONGEST = 2.0, 400.0
 
 
 def decoder(frozen: Frozen, key: jax.Array) -> Frozen:
-    """A target: branches at zero, a quiet head, heads of the delta net from fast to slow."""
+    """Return a target with zero branches, a small head, and delta-net heads from fast to slow."""
 
     def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
         names = _names(path)
@@ -34,7 +34,7 @@ def decoder(frozen: Frozen, key: jax.Array) -> Frozen:
 
 
 def drafter(frozen: Frozen) -> Frozen:
-    """A block drafter or an MTP head: branches at zero, and pair scores at zero."""
+    """Return a block drafter or an MTP head with zero branches and zero pair scores."""
 
     def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
         names = _names(path)
@@ -52,13 +52,13 @@ def _names(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _branch(names: tuple[Any, ...], value: jax.Array) -> jax.Array:
-    """Zero for the last matrix of a residual branch, and for a head of its own."""
+    """Return zeros for the end of a residual branch and for an own head, else ``value``."""
     last = names[-1] == "weight" and names[-2] in ("o", "out", "down", "head")
     return jnp.zeros_like(value) if last else value
 
 
 def _spread(heads: int) -> jax.Array:
-    """``dt_bias`` so that, with ``decay_scale`` -1 and no input, half-lives are spread evenly."""
+    """Return ``dt_bias`` of evenly spread half-lives, for ``decay_scale`` -1 and no input."""
     half_lives = np.geomspace(SHORTEST, LONGEST, heads) if heads > 1 else np.asarray([20.0])
     rate = np.log(2.0) / half_lives  # softplus(dt_bias)
     return jnp.asarray(np.log(np.expm1(rate)))

@@ -1,4 +1,4 @@
-"""Run a training step many times: progress, metrics, checkpoints, resuming."""
+"""Training loops with progress, metrics, checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def fit(
 ) -> TrainState:
     """Train until ``steps`` steps were taken, from the newest checkpoint if there is one.
 
-    A stopped run goes on where its last checkpoint was and ends with the same arrays as one that
-    never stopped: batches and schedule are functions of the step, and the state is all there is.
+    A stopped run continues from its last checkpoint and ends with the same arrays as an
+    uninterrupted run: batches and schedule are functions of the step, and the state is complete.
 
     Args:
       step: from :func:`jaxdraft.train.optimize.make_step`.
-      state: where to start without a checkpoint. Donated: do not use it again.
+      state: initial state if there is no checkpoint. Donated: do not use it again.
       batches: step number -> batch.
-      steps: of the whole run.
+      steps: number of steps of the whole run.
       schedule: step number -> scale of the update.
-      folder: for checkpoints and ``metrics.jsonl``; none: neither.
+      folder: folder of checkpoints and ``metrics.jsonl``; None: neither is written.
       save_every: steps between checkpoints; the last step is always saved.
-      log_every: steps between lines of metrics, means over the steps between.
-      name: for the progress bar.
-      progress: show a bar.
+      log_every: steps between lines of metrics, which are means over these steps.
+      name: label of the progress bar.
+      progress: whether to show a bar.
 
     Returns:
       The state after ``steps`` steps.
@@ -76,7 +76,7 @@ def fit(
 
 
 def mean_metrics(sums: list[Metrics]) -> dict[str, Any]:
-    """Means over steps, as Python numbers and lists."""
+    """Return means over steps, as Python numbers and lists."""
     host = jax.device_get(sums)
     return {
         key: np.round(np.mean([m[key] for m in host], axis=0, dtype=np.float64), 6).tolist()
@@ -85,7 +85,7 @@ def mean_metrics(sums: list[Metrics]) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The newest two training states of a run, in a folder of orbax. No folder: nothing happens."""
+    """The newest two training states of a run, in a folder of orbax; no folder, no states."""
 
     def __init__(self, folder: str | Path | None):
         self.manager = None
@@ -105,7 +105,7 @@ class Checkpoints:
             self.manager.close()
 
     def newest(self, state: TrainState) -> TrainState:
-        """The newest saved state, of the same structure as ``state``; without one, ``state``."""
+        """Return the newest saved state, in the structure of ``state``; without one, ``state``."""
         if self.manager is None or self.manager.latest_step() is None:
             return state
         import orbax.checkpoint as ocp

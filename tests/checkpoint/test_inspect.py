@@ -152,7 +152,7 @@ def test_drafters_that_are_not_there(saved: Path) -> None:
         inspect_folder(saved, "eagle")
     with pytest.raises(ValueError, match="only a checkpoint offers a choice"):
         plan(FIRST_FAMILY, drafter="dspark", memory="1GiB")
-    with pytest.raises(ValueError, match="a loaded model has one"):
+    with pytest.raises(ValueError, match="a loaded model has its drafter"):
         plan(jaxdraft.load(saved), drafter="dspark", memory="1GiB")
     with pytest.raises(FileNotFoundError):
         inspect_folder(saved / "nowhere", "dspark")

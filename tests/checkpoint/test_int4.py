@@ -273,7 +273,7 @@ def test_what_cannot_be_saved(tmp_path: Path, model: Model) -> None:
     with pytest.raises(ValueError, match="rows of 32; int4 needs a multiple of 64"):
         save(tiny_target(), tmp_path / "out", int4=True)
     layers = ("delta_net",) * 3 + ("attention",)
-    with pytest.raises(ValueError, match="there are experts; expected a dense target"):
+    with pytest.raises(ValueError, match="the target has experts; expected a dense target"):
         save(tiny_target(mlp=MOE, layers=layers), tmp_path / "out", int4=True)
     assert not list(tmp_path.iterdir())
 
@@ -296,7 +296,7 @@ def test_what_is_not_finite_is_no_integer(bits: str, model: Model, tmp_path: Pat
     [
         (put("quantization_config", "format", value="nvfp4"), 'format: found "nvfp4", expected'),
         (put(*GROUP, "weights", "num_bits", value=2), "num_bits: found 2, expected 4 or 8"),
-        (put(*GROUP, "weights", "num_bits", value=8), ", four of a row's 64 numbers in one"),
+        (put(*GROUP, "weights", "num_bits", value=8), ", four of the 64 numbers of a row"),
         (put(*GROUP, "weights", "strategy", value="tensor"), 'found "tensor", expected "channel"'),
         (put(*GROUP, "weights", "actorder", value="group"), "weight_g_idx: found nothing, expec"),
         (put(*GROUP, "weights", "symmetric", value=False), "weight_zero_point: found nothing, e"),
@@ -350,7 +350,7 @@ DOWN = "model.language_model.layers.0.mlp.down_proj.weight"
         (lambda t: t.pop(f"{DOWN}_shape"), f"{DOWN}_shape: found nothing, expected shape [2]"),
         (
             lambda t: t.update({f"{DOWN}_packed": np.zeros((64, 8), np.int32)}),
-            "found shape [64, 8], expected shape [64, 16], eight of the 128 numbers of a row per element",
+            "found shape [64, 8], expected shape [64, 16], eight of the 128 numbers of a row",
         ),
         (
             lambda t: t.update({f"{DOWN}_packed": np.zeros((64, 16), np.float32)}),
