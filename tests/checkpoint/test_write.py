@@ -172,7 +172,11 @@ def test_models_that_have_no_place(family: dict[str, Model], tmp_path: Path) -> 
     refused(gaining, "expected negative numbers")
     turned = with_leaf(target, ("rotary", "cos"), jnp.zeros((256, 4)))
     refused(turned, "target: cannot infer rope_theta from the rotary tables")
-    refused(target, "the rotary tables are not those of default, base 5", rope={"target": Rope(theta=5.0)})
+    refused(
+        target,
+        "the rotary tables are not those of default, base 5",
+        rope={"target": Rope(theta=5.0)},
+    )
     refused(target, r"rope is given for \['dspark'\]", rope={"dspark": Rope(theta=1e4)})
     refused(target, "dtype is 'int8'", dtype="int8")
     refused(target, "max_shard_bytes is 0", max_shard_bytes=0)
