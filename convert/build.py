@@ -92,10 +92,10 @@ def abstract(
 ) -> Any:
     """Return ``module(config)`` with shapes and dtypes in place of arrays.
 
-    Traced is a smaller module: rotary tables of one position, which are numpy and would be computed
-    in full, and one decoder layer of each sort, because tracing thirty takes longer than reading
-    the weights of a small model. Tables and layers are then widened to those of ``config``; a test
-    holds the result equal to the honest one.
+    Traces a smaller module, with rotary tables of one position (they are numpy and would be
+    computed in full) and one decoder layer of each sort (tracing thirty takes longer than reading
+    the weights of a small model). Tables and layers are then extended to those of ``config``; a
+    test checks that the result equals a full trace.
     """
     small: Any = dataclasses.replace(config, context_length=1)
     sorts: list[tuple[str, bool]] = []

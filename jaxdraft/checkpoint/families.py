@@ -67,9 +67,10 @@ class Family:
       experts: form in which experts are stored, if there are any. "stacked": as one tensor [E, out,
         in], beside a shared expert. "separate": as a tensor for each. "transposed": as one
         [E, in, out], gate and up in turn, with biases, and clamped.
-      tied: whether the head is the embedding where the file does not say; None: if none is stored.
-      defaults: values of keys that are absent or null. Files that transformers saves may leave out
-        what is as in its configuration class.
+      tied: whether the head is the embedding if the file does not state it; None: exactly if no
+        head is stored.
+      defaults: values of keys that are absent or null. Files saved by transformers may leave out
+        values that equal those of its configuration class.
     """
 
     model_type: str

@@ -119,7 +119,7 @@ def decode(stored: Array, form: Form, dtype: np.dtype) -> Array:
 
 
 def difference(values: Array, stored: Array, form: Form) -> float:
-    """By how much reading ``stored`` differs from ``values``, at most."""
+    """Return the largest difference between ``values`` and the values read from ``stored``."""
     moved = form is Form.PLAIN or form in LAID_OUT
     if form is Form.OFFSETS or (moved and stored.dtype == values.dtype):
         return 0.0
