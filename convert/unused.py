@@ -141,7 +141,7 @@ _LABEL = "a name or a version, for people and other programs"
 _CALL = "a choice of each call of transformers, not of the model"
 _CLASSIFIER = "for classification heads, which are not loaded"
 _TEMPLATE = "text is encoded by tokenizer.json and the chat template, which hold these tokens"
-FOR_PICTURES = "for pictures, which are not read: text alone is decoded"
+FOR_PICTURES = "for images, which are not read: text alone is decoded"
 
 CONFIG_KEYS = _table(
     (

@@ -247,7 +247,7 @@ class _Settings:
             if key.startswith(("general.", "tokenizer.", "quantize.", "split.")):
                 continue
             value = repr(self.file.metadata[key])[:80]
-            text = f"{key} is {value}: not a setting that is known here, so it has no effect"
+            text = f"{key} is {value}: an unknown setting, which has no effect"
             remarks.warn(self.file.path.name, text)
 
     def tensors(self, facts: TargetFacts) -> dict[str, Tensor]:

@@ -354,9 +354,7 @@ def test_tables_of_no_plain_base_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dspark: cannot infer rope_theta from the rotary tables"):
         save(model, tmp_path / "out")
     wrong = dataclasses.replace(YARN, factor=8.0)
-    with pytest.raises(
-        ValueError, match="dspark: the rotary tables are not those of"
-    ):
+    with pytest.raises(ValueError, match="dspark: the rotary tables are not those of"):
         save(model, tmp_path / "out", rope={"dspark": wrong})
     assert list(tmp_path.iterdir()) == []
 
