@@ -195,6 +195,13 @@ DRAFTER_KEYS = {
 }
 """Keys of a block drafter's ``config.json`` that change no draft."""
 
+SPECULATORS_KEYS = _table(
+    (_LABEL, "verifier"),
+    ("each call says how many drafts it verifies and how", "default_proposal_method"),
+    ("the file's block says how many drafts there are", "proposal_methods"),
+)
+"""Keys of ``speculators_config`` that change no draft."""
+
 QUANTIZATION_KEYS = _table(
     (_LABEL, "quantization_status version quant_method_version"),
     (

@@ -123,7 +123,15 @@ class Fixed:
         check_int("bytes", self.bytes, 0)
 
 
-DrafterCost = Windowed | Mirrored | Fixed
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """A drafter with layers of both kinds: a ring per row, and a page per page of the target."""
+
+    windowed: Windowed
+    mirrored: Mirrored
+
+
+DrafterCost = Windowed | Mirrored | Mixed | Fixed
 
 
 def recurrent_bytes(config: DeltaNetConfig, layers: int, dtype: Any) -> int:
@@ -155,6 +163,18 @@ class Costs:
     def __post_init__(self) -> None:
         check_int("weights", self.weights, 0)
         check_int("recurrent_row", self.recurrent_row, 0)
+
+    @property
+    def windowed(self) -> Windowed | None:
+        """Cost of the drafter's layers with a window, if there are any."""
+        part = self.drafter.windowed if isinstance(self.drafter, Mixed) else self.drafter
+        return part if isinstance(part, Windowed) else None
+
+    @property
+    def mirrored(self) -> Mirrored | None:
+        """Cost of the drafter's layers that see everything, if there are any."""
+        part = self.drafter.mirrored if isinstance(self.drafter, Mixed) else self.drafter
+        return part if isinstance(part, Mirrored) else None
 
 
 # --------------------------------------------------------------------------- the division
@@ -225,8 +245,8 @@ class Plan:
     @property
     def mirror_page_bytes(self) -> int:
         """Bytes of the drafter page beside every target page; 0 for a ring, or no drafter."""
-        drafter = self.costs.drafter
-        return drafter.cache.page_bytes(self.page_size) if isinstance(drafter, Mirrored) else 0
+        mirrored = self.costs.mirrored
+        return 0 if mirrored is None else mirrored.cache.page_bytes(self.page_size)
 
     @property
     def page_bytes(self) -> int:
@@ -244,22 +264,22 @@ class Plan:
 
     @property
     def ring_pages(self) -> int:
-        """R, pages of a row's ring; 0 unless the drafter is windowed."""
-        drafter = self.costs.drafter
-        if not isinstance(drafter, Windowed):
+        """R, pages of a row's ring; 0 unless the drafter has layers with a window."""
+        windowed = self.costs.windowed
+        if windowed is None:
             return 0
-        return ring_pages(drafter.window, drafter.block, self.page_size)
+        return ring_pages(windowed.window, windowed.block, self.page_size)
 
     @property
     def spill_pages(self) -> int:
         """Spill pages of a row; 0 unless the drafter mirrors and has a block."""
-        drafter = self.costs.drafter
-        return page_count(drafter.block, self.page_size) if isinstance(drafter, Mirrored) else 0
+        mirrored = self.costs.mirrored
+        return 0 if mirrored is None else page_count(mirrored.block, self.page_size)
 
     @property
     def drafter_pages(self) -> int:
         """Pages of the drafter's own pool: its rings, or the mirrored pages and the spill."""
-        mirrored = self.pages if isinstance(self.costs.drafter, Mirrored) else 0
+        mirrored = 0 if self.costs.mirrored is None else self.pages
         return mirrored + self.max_batch * (self.ring_pages + self.spill_pages)
 
     @property
@@ -270,23 +290,24 @@ class Plan:
         terms += self._per_row("", costs.recurrent_row, costs.sliding)
         if isinstance(drafter, Beside):
             terms += self._per_row("drafter ", drafter.recurrent_row, drafter.sliding)
-        if isinstance(drafter, Windowed):
-            each = drafter.cache.page_bytes(self.page_size)
+        windowed, mirrored = costs.windowed, costs.mirrored
+        if windowed is not None:
+            each = windowed.cache.page_bytes(self.page_size)
             why = (
-                f"{rows} rows of ceil(({drafter.window} + 2 * {drafter.block}) / {self.page_size}) "
-                f"+ 1 = {self.ring_pages} pages"
+                f"{rows} rows of ceil(({windowed.window} + 2 * {windowed.block}) / "
+                f"{self.page_size}) + 1 = {self.ring_pages} pages"
             )
             terms.append(
                 Term(name="drafter rings", count=rows * self.ring_pages, each=each, why=why)
             )
-        elif isinstance(drafter, Mirrored) and self.spill_pages:
-            each = drafter.cache.page_bytes(self.page_size)
-            spill = f"ceil({drafter.block} / {self.page_size}) = {self.spill_pages}"
+        if mirrored is not None and self.spill_pages:
+            each = mirrored.cache.page_bytes(self.page_size)
+            spill = f"ceil({mirrored.block} / {self.page_size}) = {self.spill_pages}"
             why = f"{rows} rows of {spill} pages"
             terms.append(
                 Term(name="drafter spill", count=rows * self.spill_pages, each=each, why=why)
             )
-        elif isinstance(drafter, Fixed) and drafter.bytes:
+        if isinstance(drafter, Fixed) and drafter.bytes:
             why = f"{rows} rows at full context"
             terms.append(Term(name="drafter state", count=1, each=drafter.bytes, why=why))
         return tuple(terms)
@@ -322,8 +343,8 @@ class Plan:
                 why=_page_formula(costs.target, self.page_size),
             ),
         ]
-        if isinstance(costs.drafter, Mirrored):
-            why = f"one per target page, {_page_formula(costs.drafter.cache, self.page_size)}"
+        if costs.mirrored is not None:
+            why = f"one per target page, {_page_formula(costs.mirrored.cache, self.page_size)}"
             paid.append(
                 Term(name="drafter pages", count=self.pages, each=self.mirror_page_bytes, why=why)
             )

@@ -16,8 +16,11 @@ from jaxdraft.checks import check_int
 from jaxdraft.rope import Rope
 
 LayerKind = Literal["attention", "sliding", "delta_net"]
-DrafterKind = Literal["dflash2", "dspark", "eagle3", "mtp"]
+DrafterKind = Literal["dflash2", "dspark", "dflash", "eagle3", "mtp"]
 """Kinds of drafters with weights, which :data:`jaxdraft.kinds.KINDS` declares."""
+
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+BlockLayout = Literal["nested", "flat", "speculators"]
 
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
@@ -331,7 +334,7 @@ class ConvConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockDrafterConfig:
-    """A DFlash2 or DSpark drafter.
+    """A DFlash, DFlash2 or DSpark drafter.
 
     Attributes:
       kind: kind of the head that scores the lattice.
@@ -339,14 +342,15 @@ class BlockDrafterConfig:
       width: D, the target's.
       aux_width: A, the width of the target's auxiliary states that the drafter reads.
       layers: number of layers.
-      attention: shape of every layer's (non-causal) attention; its ``window`` decides the cache:
-        a bounded ring, or pages like the target's.
+      attention: shape of every layer's attention; its ``window`` decides the cache: a bounded ring,
+        or pages like the target's.
       mlp_hidden: inner channels of every MLP.
       norm_eps: epsilon of the RMSNorms on the residual stream.
       block_size: query rows Q of a block: the anchor and Q - 1 masks.
-      draft_tokens: K. DFlash2: Q - 1, row 0 predicts nothing. DSpark: Q, every row predicts.
+      draft_tokens: K. Q: every row predicts the token after its own position (DSpark). Q - 1: every
+        row but the anchor's predicts the token at its own position (DFlash, DFlash2).
       candidates: C, tokens kept per step.
-      rank: inner width of the pairwise scores.
+      rank: inner width of the pairwise scores; 0: there are none.
       mask_token: token id of the block's mask rows.
       context_length: positions the rotary table covers.
       embedding_scale: multiplier of the block's embeddings.
@@ -354,6 +358,22 @@ class BlockDrafterConfig:
       draft_vocab_size: V', if drafts come from a part of the vocabulary, usually its most frequent
         tokens: head and pair scores have V' rows (Zhao et al., "FR-Spec",
         arXiv:2502.14856; ``draft_vocab_size`` of EAGLE-3). None: from all of it.
+      own_head: the drafter has a head of its own over its draft vocabulary, and scores pairs with
+        any token before the draft. False: the head is the target's, or its rows.
+      full_layers: layers that see everything although ``attention`` has a window. Their keys are in
+        pages, those of the other layers in a ring.
+      causal_layers: layers in which a block's row sees the rows before it and itself. In the
+        others it sees the whole block.
+      logit_multiplier: multiplier of the head's logits.
+      logit_softcap: after that, logits become ``softcap * tanh(logits / softcap)``; 0: they do not.
+      markov: how DSpark scores a draft after a predecessor; see :mod:`jaxdraft.nn.dspark`.
+      chained: drafts are chosen one after another from the scores of all V or V' tokens, as DSpark
+        was trained. False: from a lattice of the C best tokens per row.
+      confidence: input of DSpark's confidence head: a block's row ("row"), or the row and the token
+        before the draft ("pair"). None: there is no such head.
+      layout: form of its ``config.json``: settings in ``dflash_config`` ("nested"; z-lab and
+        SpecForge), all at the top ("flat"; DeepSpec), or the decoder's in
+        ``transformer_layer_config`` ("speculators").
     """
 
     kind: DrafterKind
@@ -373,6 +393,15 @@ class BlockDrafterConfig:
     embedding_scale: float = 1.0
     conv: ConvConfig | None = None
     draft_vocab_size: int | None = None
+    own_head: bool = False
+    full_layers: tuple[int, ...] = ()
+    causal_layers: tuple[int, ...] = ()
+    logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0
+    markov: MarkovKind = "vanilla"
+    chained: bool = False
+    confidence: Literal["row", "pair"] | None = None
+    layout: BlockLayout = "nested"
 
     def __post_init__(self) -> None:
         if self.attention.sinks:
@@ -383,6 +412,41 @@ class BlockDrafterConfig:
                 f"draft_vocab_size is {size}; expected {self.candidates} (candidates) to "
                 f"{self.vocab_size} (vocab_size)"
             )
+        if self.own_head and size is None:
+            raise ValueError("own_head is True and draft_vocab_size is None; expected its size")
+        if not self.block_size - 1 <= self.draft_tokens <= self.block_size:
+            raise ValueError(
+                f"draft_tokens is {self.draft_tokens}; a block of {self.block_size} rows has "
+                f"{self.block_size} drafts, or {self.block_size - 1} if the anchor's row has none"
+            )
+        if self.markov == "rnn" and not self.chained:
+            raise ValueError(
+                "markov is 'rnn' and chained is False: a recurrent head scores a draft after a "
+                "whole path, and a lattice has scores of pairs alone"
+            )
+        for name in ("full_layers", "causal_layers"):
+            layers = getattr(self, name)
+            if list(layers) != sorted(set(layers) & set(range(self.layers))):
+                raise ValueError(f"{name} is {layers}; expected layers in 0..{self.layers - 1}")
+
+    @property
+    def first_row(self) -> int:
+        """Row of the block that predicts draft 0; with 1, the anchor's row predicts nothing."""
+        return self.block_size - self.draft_tokens
+
+    def window(self, layer: int) -> int:
+        """Return the window of a layer, or :data:`FULL_ATTENTION`."""
+        return FULL_ATTENTION if layer in self.full_layers else self.attention.window
+
+    @property
+    def ring_layers(self) -> tuple[int, ...]:
+        """Layers with a window, in order."""
+        return tuple(i for i in range(self.layers) if self.window(i) != FULL_ATTENTION)
+
+    @property
+    def page_layers(self) -> tuple[int, ...]:
+        """Layers that see everything, in order."""
+        return tuple(i for i in range(self.layers) if self.window(i) == FULL_ATTENTION)
 
     @property
     def draftable(self) -> int:
@@ -391,8 +455,8 @@ class BlockDrafterConfig:
 
     @property
     def windowed(self) -> bool:
-        """Whether the cache is a bounded ring."""
-        return self.attention.window != FULL_ATTENTION
+        """Whether the cache is a bounded ring: every layer has a window."""
+        return not self.page_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

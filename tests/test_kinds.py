@@ -53,13 +53,12 @@ def test_the_layout_has_every_parameter_in_its_shape(kind: str) -> None:
         assert sum(part.size for part in entry.tensors) == found[entry.path].size, entry.path
     names = {part.name for entry in layout for part in entry.tensors}
     own = block_of(kind)
-    assert {p.name for p in own.pairs} == {n for n in names if n.startswith(own.head)}
+    head = own.head or "no such tensor"
+    assert {p.name for p in own.pairs} == {n for n in names if n.startswith(head)}
 
 
 class Additive(BlockBackbone):
     """``pair(p, c) = before[p] + after[c]``: a kind that only this test knows."""
-
-    first_row = 1
 
     def __init__(self, config: Any, *, dtype: Any, rngs: Any):
         super().__init__(config, dtype=dtype, rngs=rngs)
@@ -81,7 +80,7 @@ def test_a_new_kind_is_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         for name in ("before", "after")
     )
     own = replace(block_of("dflash2"), module=Additive, architecture="SumModel", pairs=pairs)
-    own = replace(own, convolves=False, ropes=("default",))
+    own = replace(own, convolves=False, ropes=("default",), first_row=1)
     kind: Kind = replace(KINDS["dspark"], module=Additive, block=own)
     monkeypatch.setitem(KINDS, "additive", kind)  # type: ignore[arg-type]
     target = tiny_target(layers=("attention",) * 3, delta_net=None)

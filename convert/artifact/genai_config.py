@@ -25,7 +25,7 @@ from convert.unused import (
     report_tokenizer,
 )
 from jaxdraft.config import FULL_ATTENTION, DrafterKind
-from jaxdraft.kinds import KINDS, block_of, blocks, inside
+from jaxdraft.kinds import KINDS, block_of, inside
 
 CONFIG = GENAI_CONFIG
 
@@ -141,8 +141,8 @@ _SLIDING_KEYS = {
     "layers",
     "cache_slack",
 }
-_KINDS = tuple(kind for kind in KINDS if kind in blocks() or kind in inside())
-"""Kinds of drafters that an artifact may have: blocks, and heads in the target's section."""
+_KINDS: tuple[DrafterKind, ...] = tuple(name for name, kind in KINDS.items() if kind.graph)
+"""Kinds of drafters that an artifact may have."""
 _OTHER_MODELS = ("encoder", "vision", "speech", "embedding", "encoder_decoder_init")
 
 
@@ -388,7 +388,7 @@ class _Reader:
     def drafts(self, kind: DrafterKind, section: Section) -> tuple[int, int]:
         """Return the number of rows of a block, and of those that predict."""
         own = block_of(kind)
-        skipped = own.module.first_row
+        skipped = own.first_row
         block = section.integer("block_size", 1 + skipped, 4096, meaning="query rows of a block")
         drafts = own.draft_tokens(block)
         rule = f"block_size = {drafts}: every row predicts"

@@ -1,41 +1,49 @@
 """``config.json`` of a block drafter -> what the model is.
 
+Three layouts are in use. *Nested*: the settings of drafting lie in ``dflash_config``, or some of
+them at the top (z-lab's DFlash and DFlash2, SpecForge's DSpark). *Flat*: all lie at the top
+(DeepSpec's DSpark). *Speculators*: the decoder's settings lie in ``transformer_layer_config``, and
+those of drafting at the top.
+
 A key that nothing here knows is an error, because a setting that is ignored costs acceptance
 unnoticed.
 
-The other direction is :mod:`jaxdraft.checkpoint.config`.
+The other direction is :mod:`jaxdraft.checkpoint.block_config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
 
 from convert.checkpoint.quantization import Quantized
 from convert.checkpoint.section import PLAIN_ROPE, ModelSection
+from convert.checkpoint.tensors import HEAD
 from convert.errors import Problems
 from convert.paths import CONFIG
 from convert.recipes import shortest
-from convert.unused import DRAFTER_KEYS, Remarks
+from convert.unused import DRAFTER_KEYS, SPECULATORS_KEYS, Remarks, is_integer
+from jaxdraft.checkpoint.block_config import usual_candidates
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
     BlockDrafterConfig,
+    BlockLayout,
     ConvConfig,
     DrafterKind,
+    MarkovKind,
     TargetConfig,
 )
 from jaxdraft.kinds import block_of
 from jaxdraft.rope import Rope
 
-DSPARK_CANDIDATES = 16
-"""C of a DSpark drafter whose file does not say: the model builder's ``dspark_top_k``."""
+TRUST = "confidence_head."
+"""What the names of a confidence head's tensors begin with."""
 
-_DRAFTER = DRAFTER_KEYS.keys() | {
+_DECODER = DRAFTER_KEYS.keys() | {
     "attention_bias",
-    "dflash_config",
     "dtype",
     "head_dim",
     "hidden_act",
@@ -48,9 +56,7 @@ _DRAFTER = DRAFTER_KEYS.keys() | {
     "mlp_bias",
     "num_attention_heads",
     "num_hidden_layers",
-    "draft_vocab_size",
     "num_key_value_heads",
-    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -60,15 +66,51 @@ _DRAFTER = DRAFTER_KEYS.keys() | {
     "use_sliding_window",
     "vocab_size",
 }
+"""Settings of the decoder."""
+
+_TOP = {"dflash_config", "draft_vocab_size", "quantization_config", "target_hidden_size"}
+"""Settings beside those of the decoder."""
+
+_SPECULATORS = (DRAFTER_KEYS.keys() - {"model_type"}) | {
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "dtype",
+    "mask_token_id",
+    "max_anchors",
+    "quantization_config",
+    "sample_from_anchor",
+    "selector_top_k",
+    "sliding_window_non_causal",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "target_hidden_size",
+    "torch_dtype",
+    "transformer_layer_config",
+}
+"""Settings at the top of the speculators layout."""
 
 _COMMON_BLOCK = {"block_size", "mask_token_id", "selector_top_k", "target_layer_ids"}
 
-_BLOCK = {
-    "dflash2": _COMMON_BLOCK
-    | {"conv_group_size", "conv_kernel_size", "input_embedding_scale", "selector_rank"},
-    # How a confidence head was trained changes which drafts are verified, and none of the drafts.
-    "dspark": _COMMON_BLOCK
-    | {
+_HEAD: dict[DrafterKind, set[str]] = {
+    "dflash": {
+        "attention_mode",
+        "final_logit_softcapping",
+        "output_multiplier",
+        "projector_type",
+    },
+    "dflash2": {
+        "conv_group_size",
+        "conv_kernel_size",
+        "final_logit_softcapping",
+        "input_embedding_scale",
+        "output_multiplier",
+        "selector_rank",
+    },
+    # How a confidence head was trained changes none of the drafts.
+    "dspark": {
+        "attention_mode",
         "confidence_head_alpha",
         "confidence_head_with_markov",
         "enable_confidence_head",
@@ -78,7 +120,7 @@ _BLOCK = {
         "projector_type",
     },
 }
-"""Settings of the drafting itself, in ``dflash_config`` or at the top level."""
+"""Settings of the drafting itself that a kind has of its own."""
 
 _DRAFTER_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
@@ -89,7 +131,7 @@ class BlockFacts:
 
     Attributes:
       config: the description.
-      taps: layers of the target whose entering residual it reads.
+      taps: layers of the target whose entering residual it reads; 0: the embedding.
       rope: its rotary embedding.
       dtype: the dtype of computation that the file names, or None.
       quantized: how matrices may be stored in few bits, or None.
@@ -108,20 +150,22 @@ def read_block(
     target: TargetConfig,
     problems: Problems,
     remarks: Remarks | None = None,
+    names: Collection[str] = (),
 ) -> BlockFacts:
     """Read a block drafter's ``config.json``.
 
     Args:
       body: its content.
-      kind: "dflash2" or "dspark".
+      kind: "dflash", "dflash2" or "dspark".
       target: what it drafts for; widths and taps must agree.
       problems: where to report what does not stop the reading.
       remarks: where to report what does not stop a load.
+      names: names of the stored tensors, which show whether there is a head.
 
     Raises:
       ArtifactError: it is not a drafter that is implemented.
     """
-    return _Block(body, kind, target, problems, remarks or Remarks()).read()
+    return _Block(body, kind, target, problems, remarks or Remarks(), names).read()
 
 
 class _Block:
@@ -132,47 +176,70 @@ class _Block:
         target: TargetConfig,
         problems: Problems,
         remarks: Remarks,
+        names: Collection[str],
     ):
         self.kind, self.target, self.problems = kind, target, problems
-        self.top = ModelSection(body, CONFIG, "", problems, remarks, _DRAFTER_DEFAULTS)
-        self.top.known(_DRAFTER | _BLOCK[kind], nulls=True)
+        self.remarks, self.names, self.own = remarks, names, block_of(kind)
+        file = ModelSection(body, CONFIG, "", problems, remarks, _DRAFTER_DEFAULTS)
+        self.file = file
+        if "speculators_model_type" in body:
+            self.layout: BlockLayout = "speculators"
+            file.only("speculators_model_type", kind)
+            file.known(_SPECULATORS | _HEAD[kind], nulls=True)
+            self.top = file.section("transformer_layer_config", _DRAFTER_DEFAULTS)
+            self.top.known(_DECODER, nulls=True)
+            self.block = file
+        else:
+            self._nested(body)
+        if self.layout not in self.own.layouts:
+            raise file.fail(
+                "speculators_model_type", f"none: a {kind} drafter is not read in this layout"
+            )
+
+    def _nested(self, body: Mapping[str, Any]) -> None:
+        """Open the settings of a nested or flat file."""
+        top, settings = self.file, _COMMON_BLOCK | _HEAD[self.kind]
+        top.known(_DECODER | _TOP | settings, nulls=True)
         inner = {} if body.get("dflash_config") is None else body["dflash_config"]
         if not isinstance(inner, dict):
-            raise self.top.fail("dflash_config", "an object")
-        self.top.inner(inner, "dflash_config").known(_BLOCK[kind], nulls=True)
-        for key in sorted(_BLOCK[kind] & inner.keys() & body.keys()):
+            raise top.fail("dflash_config", "an object")
+        top.inner(inner, "dflash_config").known(settings, nulls=True)
+        for key in sorted(settings & inner.keys() & body.keys()):
             if inner[key] != body[key]:
-                problems.append(self.top.fail(key, f"{json.dumps(inner[key])}, of dflash_config"))
-        outer = {key: body[key] for key in _BLOCK[kind] & body.keys()}
-        self.block = self.top.inner({**outer, **inner}, "dflash_config")
+                self.problems.append(top.fail(key, f"{json.dumps(inner[key])}, of dflash_config"))
+        outer = {key: body[key] for key in settings & body.keys()}
+        self.layout = "nested" if inner else "flat"
+        self.top, self.block = top, top.inner({**outer, **inner}, "dflash_config")
 
     def read(self) -> BlockFacts:
         top, block, target = self.top, self.block, self.target
-        own = block_of(self.kind)
+        own = self.own
         top.only("hidden_act", "silu")
         top.only("attention_bias", False)
         top.only("mlp_bias", False)
-        top.only("is_causal", False)
-        self._check_equal("hidden_size", target.width)
-        self._check_equal("vocab_size", target.vocab_size)
+        self._check_target()
         layers = top.integer("num_hidden_layers", high=4096)
         eps = top.number("rms_norm_eps")
         taps = self._taps()
-        size = block.integer("block_size", 1 + own.module.first_row, 4096)
+        size = block.integer("block_size", 1 + own.first_row, 4096)
         rope, section = top.rope(PLAIN_ROPE, own.ropes)
         section.only("partial_rotary_factor", 1, 1.0)
         candidates = self._candidates()
+        vocabulary = self._draft_vocab(candidates)
+        attention = self._attention(eps)
+        window, full, causal = self._layers(layers)
+        self._check_reach(window, size, len(full) < layers and not causal)
         config = BlockDrafterConfig(
             kind=self.kind,
             vocab_size=target.vocab_size,
             width=target.width,
             aux_width=len(taps) * target.width,
             layers=layers,
-            attention=self._attention(eps, layers),
+            attention=dataclasses.replace(attention, window=window),
             mlp_hidden=top.integer("intermediate_size"),
             norm_eps=eps,
             block_size=size,
-            draft_tokens=own.draft_tokens(size),
+            draft_tokens=size - self._first_row(),
             candidates=candidates,
             rank=self._rank(),
             mask_token=block.integer("mask_token_id", 0, target.vocab_size - 1),
@@ -180,37 +247,120 @@ class _Block:
             context_length=target.context_length,
             embedding_scale=shortest(block.number("input_embedding_scale", 1.0)),
             conv=self._conv() if own.convolves else None,
-            draft_vocab_size=self._draft_vocab(candidates),
+            draft_vocab_size=vocabulary,
+            own_head=vocabulary is not None and HEAD in self.names,
+            full_layers=full if len(full) < layers else (),
+            causal_layers=causal,
+            logit_multiplier=shortest(block.number("output_multiplier", 1.0)),
+            logit_softcap=self._softcap(),
+            markov=self._markov(),
+            chained=own.chains and block.body.get("selector_top_k") is None,
+            confidence=self._confidence(),
+            layout=self.layout,
         )
         return BlockFacts(
-            config=config, taps=taps, rope=rope, dtype=top.dtype(), quantized=top.quantized()
+            config=config,
+            taps=taps,
+            rope=rope,
+            dtype=self.file.dtype() or top.dtype(),
+            quantized=self.file.quantized(),
         )
+
+    def _first_row(self) -> int:
+        """Return the first row of a block that predicts a draft."""
+        if self.layout != "speculators":
+            return self.own.first_row
+        return 0 if self.block.boolean("sample_from_anchor") else 1
+
+    def _softcap(self) -> float:
+        if self.block.body.get("final_logit_softcapping") in (None, 0, 0.0):
+            return 0.0
+        return shortest(self.block.number("final_logit_softcapping"))
+
+    def _markov(self) -> MarkovKind:
+        if not self.own.chains:
+            return "vanilla"
+        found = self.block.value("markov_head_type", "vanilla")
+        if found not in get_args(MarkovKind):
+            known = " or ".join(json.dumps(kind) for kind in get_args(MarkovKind))
+            raise self.block.fail("markov_head_type", known)
+        if found == "rnn" and self.block.body.get("selector_top_k") is not None:
+            raise self.block.fail(
+                "selector_top_k", "nothing: a recurrent head scores paths, not pairs of candidates"
+            )
+        return found
+
+    def _confidence(self) -> Literal["row", "pair"] | None:
+        """Return the input of the confidence head, which is there if its tensors are."""
+        stored = any(name.startswith(TRUST) for name in self.names)
+        said = self.block.value("enable_confidence_head")
+        if said is False and stored:
+            self.remarks.note(
+                CONFIG, f"enable_confidence_head is false: the tensors {TRUST}* are not read"
+            )
+        if not (stored if said is None else said):
+            return None
+        return "pair" if self.block.value("confidence_head_with_markov", True) else "row"
 
     def _draft_vocab(self, candidates: int) -> int | None:
-        if self.top.body.get("draft_vocab_size") is None:
+        file, vocab = self.file, self.target.vocab_size
+        if file.body.get("draft_vocab_size") is None:
             return None
-        return self.top.integer("draft_vocab_size", candidates, self.target.vocab_size)
+        size = file.integer("draft_vocab_size", candidates, vocab)
+        whole = self.layout == "speculators" and size == vocab  # which stores no map then
+        return None if whole else size
 
-    def _check_equal(self, key: str, expected: int) -> None:
-        if self.top.integer(key) != expected:
-            self.problems.append(self.top.fail(key, f"{expected}, the target's"))
+    def _check_target(self) -> None:
+        """Check that the drafter is for this target; its tensors cannot fit another."""
+        width, vocab = self.target.width, self.target.vocab_size
+        other = "the target's: the drafter belongs to another target"
+        if self.top.integer("hidden_size") != width:
+            raise self.top.fail("hidden_size", f"{width}, {other}")
+        if self.file.body.get("target_hidden_size") not in (None, width):
+            raise self.file.fail("target_hidden_size", f"{width}, {other}")
+        if self.top.integer("vocab_size") != vocab:
+            self.problems.append(self.top.fail("vocab_size", f"{vocab}, the target's"))
+        if self.layout == "speculators":
+            inner = (
+                self.file.section("speculators_config")
+                if "speculators_config" in self.file
+                else None
+            )
+            if inner is not None:
+                inner.only("algorithm", self.kind)
+                inner.report_unread(SPECULATORS_KEYS)
+        else:
+            self.block.only("projector_type", self.kind)
 
     def _taps(self) -> tuple[int, ...]:
-        last = len(self.target.layers) - 2
-        ids = self.block.body.get("target_layer_ids")
-        good = isinstance(ids, list) and all(
-            isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= last for i in ids
-        )
-        if not good or not ids or len(set(ids)) != len(ids):
-            raise self.block.fail("target_layer_ids", f"layers in 0..{last}, each once")
-        return tuple(i + 1 for i in ids)  # what leaves layer i enters layer i + 1
+        """Return the layers whose entering residual is read.
 
-    def _attention(self, eps: float, layers: int) -> AttentionConfig:
+        Files of speculators name the layer that it enters, others the layer that it leaves. Layer 0
+        is entered by the embedding, which leaves layer -1.
+        """
+        layers = len(self.target.layers)
+        enters = self.layout == "speculators"
+        key = "aux_hidden_state_layer_ids" if enters else "target_layer_ids"
+        first = 0 if enters else -1
+        last = first + layers - 1
+        ids = self.block.body.get(key)
+        good = isinstance(ids, list) and all(is_integer(i) and first <= i <= last for i in ids)
+        if not good or not ids or len(set(ids)) != len(ids):
+            does = "enters" if enters else "leaves"
+            raise self.block.fail(
+                key,
+                f"layers in {first}..{last}, each once: the target has layers 0 to {layers - 1}, "
+                f"and the drafter reads what {does} them",
+            )
+        return tuple(i - first for i in ids)
+
+    def _attention(self, eps: float) -> AttentionConfig:
         top = self.top
         heads = top.integer("num_attention_heads")
         kv_heads = top.integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise top.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
+        self.block.only("attention_mode", "gqa", *(["mha"] if heads == kv_heads else []))
         head_dim = top.integer("head_dim", 2)
         if head_dim % 2:
             raise top.fail("head_dim", "an even number")
@@ -221,37 +371,65 @@ class _Block:
             rotary_dim=head_dim,
             qk_norm=True,
             norm_eps=eps,
-            window=self._window(layers),
             scale=shortest(head_dim**-0.5),
         )
 
-    def _window(self, layers: int) -> int:
-        """Return the window that all layers share, or FULL_ATTENTION."""
+    def _layers(self, layers: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Return the window, the layers without one, and the causal layers."""
         top = self.top
         top.only("use_sliding_window", True, False)
         windowed = bool(top.body.get("use_sliding_window"))
-        kind = "sliding_attention" if windowed else "full_attention"
+        kinds = ["sliding_attention" if windowed else "full_attention"] * layers
         types = top.body.get("layer_types")
-        if types is not None and types != [kind] * layers:
-            raise top.fail(
-                "layer_types", f"{layers} of {kind}, since use_sliding_window is {windowed}"
+        if types is not None:
+            allowed = ["full_attention", *(["sliding_attention"] if windowed else [])]
+            listed = isinstance(types, list) and len(types) == layers
+            if not listed or not all(kind in allowed for kind in types):
+                raise top.fail(
+                    "layer_types",
+                    f"{layers} of {' or '.join(allowed)}, since use_sliding_window is {windowed}",
+                )
+            kinds = types
+        full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+        ringed = tuple(i for i in range(layers) if i not in full)
+        if windowed:
+            top.only("max_window_layers", 0, layers)
+        window = top.integer("sliding_window") if ringed else FULL_ATTENTION
+        if self.layout == "speculators":
+            both = self.file.value("sliding_window_non_causal", False)
+            if ringed:
+                self.remarks.note(
+                    CONFIG,
+                    "speculators' training counts the window of sliding layers from the anchor, "
+                    "its servers from each row; here it is each row",
+                )
+            return window, full, () if both else ringed
+        top.only("is_causal", True, False)
+        said = top.body.get("is_causal")
+        causal = ringed if said is None else tuple(range(layers)) if said else ()
+        return window, full, causal
+
+    def _check_reach(self, window: int, size: int, both_ways: bool) -> None:
+        """Refuse a block in which a row would be past the window of one before it."""
+        if both_ways and size > window:
+            raise self.top.fail(
+                "sliding_window",
+                f"at least the block's {size} rows: shorter windows that look ahead are not "
+                "implemented",
             )
-        if not windowed:
-            return FULL_ATTENTION
-        top.only("max_window_layers", 0, layers)
-        return top.integer("sliding_window")
 
     def _candidates(self) -> int:
         vocab = self.target.vocab_size
-        if self.kind == "dflash2":
+        if self.own.convolves:
             return self.block.integer("selector_top_k", 1, vocab)
-        return self.block.integer("selector_top_k", 1, vocab, min(DSPARK_CANDIDATES, vocab))
+        size = self.file.value("draft_vocab_size")
+        most = size if is_integer(size) and 1 <= size <= vocab else vocab
+        return self.block.integer("selector_top_k", 1, vocab, usual_candidates(most))
 
     def _rank(self) -> int:
-        if self.kind == "dflash2":
-            return self.block.integer("selector_rank")
-        self.block.only("markov_head_type", "vanilla")
-        return self.block.integer("markov_rank")
+        if not self.own.pairs:
+            return 0
+        return self.block.integer("selector_rank" if self.own.convolves else "markov_rank")
 
     def _conv(self) -> ConvConfig:
         group = self.block.integer("conv_group_size", 1, self.target.width)

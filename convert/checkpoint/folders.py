@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from convert.checkpoint.block_config import BlockFacts, read_block
+from convert.checkpoint.block_config import TRUST, BlockFacts, read_block
 from convert.checkpoint.config import TargetFacts, read_target
 from convert.checkpoint.eagle3_config import Eagle3Facts, is_eagle3, read_eagle3
 from convert.checkpoint.outline import described_tensors, is_outline, stored_names
@@ -52,10 +52,10 @@ from jaxdraft.kinds import KINDS, block_of, folders
 GENERATION = "generation_config.json"
 
 
-_HEADS: Mapping[DrafterKind, str] = {
+_HEADS: Mapping[DrafterKind, str | None] = {
     name: kind.block.head for name, kind in KINDS.items() if kind.block is not None
 }
-"""Prefix of the names of the tensors that only this kind of drafter has."""
+"""Prefix of the names of the tensors that only this kind of drafter has; None: there is none."""
 
 _HEAD_NAMES = {HEAD, packed_of(HEAD), "lm_head.qweight"}
 """Tensors of which one is there if a target has a head of its own."""
@@ -306,22 +306,17 @@ def open_block(
         body, tensors = read_json(path, CONFIG), read_tensors(path, files, own)
         if is_eagle3(body, tensors):
             return _open_eagle3(path, body, tensors, target, problems, own)
-        kinds = [k for k, head in _HEADS.items() if any(n.startswith(head) for n in tensors)]
-        if len(kinds) != 1:
-            raise ArtifactError(
-                weights_file(path),
-                "tensors",
-                f"tensors of {' and '.join(kinds) or 'no drafter'}",
-                " or ".join(f"{head}* of {kind}" for kind, head in _HEADS.items()),
-            )
-        facts = read_block(body, kinds[0], target.facts.config, problems, own)
-        layout = block_layout(facts.config)
-        tensors = _without_copies(tensors, target, numbers, problems)
-        # Such as a confidence head, which says how many drafts are worth verifying. We verify all.
-        aside = block_of(kinds[0]).unread
+        kind = _block_kind(body, tensors, weights_file(path))
+        facts = read_block(body, kind, target.facts.config, problems, own, tensors)
+        config = facts.config
+        layout = block_layout(config)
+        tensors = _without_copies(tensors, target, numbers, problems, own_head=config.own_head)
+        aside = () if config.confidence else (TRUST,)
+        if config.draft_vocab_size is not None:
+            aside = (*aside, MEMBERS)
         check_tensors(layout, tensors, weights_file(path), aside, problems, facts.quantized, own)
-        if facts.config.draft_vocab_size is not None and not problems:
-            _check_vocabulary(tensors, facts.config.vocab_size, problems)
+        if config.draft_vocab_size is not None and not problems:
+            _check_vocabulary(tensors, config.vocab_size, problems)
         used = {CONFIG, INDEX, SINGLE, *(t.place.location for t in tensors.values() if t.place)}
         report_files([each.name for each in path.iterdir()], used, path.name, own)
     return BlockFolder(path, layout, tensors, facts)
@@ -347,6 +342,28 @@ def _open_eagle3(
     return BlockFolder(path, layout, tensors, facts)
 
 
+def _block_kind(body: Mapping[str, Any], tensors: Tensors, file: str) -> DrafterKind:
+    """Return the kind of a block drafter.
+
+    Its pair scores show it. A drafter without pair scores is one whose architecture has none.
+
+    Raises:
+      ArtifactError: it is none.
+    """
+    kinds = [k for k, head in _HEADS.items() if head and any(n.startswith(head) for n in tensors)]
+    if len(kinds) == 1:
+        return kinds[0]
+    architectures = body.get("architectures")
+    plain = [k for k, head in _HEADS.items() if head is None]
+    for kind in plain if not kinds and "hidden_norm.weight" in tensors else []:
+        if isinstance(architectures, list) and block_of(kind).architecture in architectures:
+            return kind
+    wanted = [f"{head}* of {kind}" for kind, head in _HEADS.items() if head]
+    wanted += [f"architectures {block_of(kind).architecture} of {kind}" for kind in plain]
+    found = f"tensors of {' and '.join(kinds) or 'no drafter'}"
+    raise ArtifactError(file, "tensors", found, " or ".join(wanted))
+
+
 def _check_vocabulary(tensors: Tensors, vocab_size: int, problems: Problems) -> None:
     """Check ``d2t``, and that ``t2d``, if it is there, is true at the same tokens."""
     tensor = tensors["d2t"]
@@ -369,17 +386,25 @@ def _check_vocabulary(tensors: Tensors, vocab_size: int, problems: Problems) -> 
 
 
 def _without_copies(
-    tensors: Tensors, target: TargetFolder, numbers: bool, problems: Problems, prefix: str = ""
+    tensors: Tensors,
+    target: TargetFolder,
+    numbers: bool,
+    problems: Problems,
+    prefix: str = "",
+    own_head: bool = False,
 ) -> Tensors:
     """Return the tensors without copies of the target's embedding and head, which must be equal.
 
     Copies are not loaded: the drafter uses the target's own arrays. Without ``numbers`` only the
-    shapes are compared. ``prefix`` begins the names of the drafter's tensors.
+    shapes are compared. ``prefix`` begins the names of the drafter's tensors. A drafter with a head
+    of its own keeps it.
     """
     config = target.facts.config
     table = f"{target.facts.family.prefix}embed_tokens.weight"
     head = table if config.tied else HEAD
-    copies = {f"{prefix}embed_tokens.weight": table, f"{prefix}{HEAD}": head}
+    copies = {f"{prefix}embed_tokens.weight": table}
+    if not own_head:
+        copies[f"{prefix}{HEAD}"] = head
     for name, original in copies.items():
         if name not in tensors or original not in target.tensors:
             continue

@@ -26,13 +26,11 @@ from jaxdraft.checkpoint.families import (
 from jaxdraft.checkpoint.forms import INT4_GROUP
 from jaxdraft.config import (
     AttentionConfig,
-    BlockDrafterConfig,
     MlpConfig,
     MoeConfig,
     MtpConfig,
     TargetConfig,
 )
-from jaxdraft.kinds import block_of
 from jaxdraft.rope import Rope
 
 Json = dict[str, Any]
@@ -245,74 +243,6 @@ def quantization_json(bits: int, ignore: Sequence[str] = ()) -> Json:
     }
 
 
-def block_json(
-    config: BlockDrafterConfig,
-    taps: tuple[int, ...],
-    rope: Rope,
-    *,
-    dtype: str,
-    bits: int | None = None,
-) -> Json:
-    """Return ``config.json`` of a block drafter.
-
-    Args:
-      config: its description.
-      taps: the target's layers whose entering residual it reads, in order.
-      rope: its rotary embedding.
-      dtype: name of the dtype to compute in.
-      bits: number of bits per stored matrix entry, 8 or 4; None: matrices stay floats.
-
-    Raises:
-      ValueError: if the layout cannot express ``config``.
-    """
-    a = config.attention
-    check_block(config, taps, rope)
-    json: Json = {
-        "architectures": [block_of(config.kind).architecture],
-        "model_type": "qwen3",
-        "dtype": dtype,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "head_dim": a.head_dim,
-        "intermediate_size": config.mlp_hidden,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.context_length,
-        "is_causal": False,
-        "tie_word_embeddings": False,
-        "rope_parameters": rope.json(),
-    }
-    if config.windowed:
-        json |= {
-            "use_sliding_window": True,
-            "sliding_window": a.window,
-            "layer_types": ["sliding_attention"] * config.layers,
-        }
-    if config.draft_vocab_size is not None:
-        json["draft_vocab_size"] = config.draft_vocab_size
-    if bits is not None:
-        json["quantization_config"] = quantization_json(bits)
-    block: Json = {
-        # Checkpoints name a tap by the layer it leaves, we by the layer it enters.
-        "target_layer_ids": [tap - 1 for tap in taps],
-        "mask_token_id": config.mask_token,
-        "selector_top_k": config.candidates,
-    }
-    if config.conv is not None:
-        block |= {
-            "block_size": config.block_size,
-            "conv_kernel_size": config.conv.taps,
-            "conv_group_size": config.conv.group,
-            "selector_rank": config.rank,
-            "input_embedding_scale": config.embedding_scale,
-        }
-    else:
-        json |= {"block_size": config.block_size, "markov_rank": config.rank}
-    return {**json, "dflash_config": block}
-
-
 def check_target(
     config: TargetConfig, family: Family, ropes: Sequence[Rope], mtp: MtpConfig | None
 ) -> None:
@@ -321,18 +251,18 @@ def check_target(
     _check_properties(config, family)
     for rope in ropes:
         if rope.kind not in family.ropes:
-            _says(what, "rope", rope.kind, family.ropes[0])
+            says(what, "rope", rope.kind, family.ropes[0])
     a = config.softmax[0]
     rotary = int(a.rotary_dim / a.head_dim * a.head_dim) if family.partial else a.head_dim
-    _says(what, "attention.rotary_dim", a.rotary_dim, rotary)
+    says(what, "attention.rotary_dim", a.rotary_dim, rotary)
     if config.delta_net is not None:
-        _says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
+        says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
     if mtp is None:
         return
     if not family.gated:
         raise ValueError(f"{what} cannot hold a multi-token-prediction head")
     for field in ("vocab_size", "width", "attention", "mlp", "norm_eps", "context_length"):
-        _says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
+        says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
 
 
 def _check_properties(config: TargetConfig, family: Family) -> None:
@@ -344,7 +274,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
     if family.windows == "number" and len(set(config.layers)) > 1:
         raise ValueError(f"layers are {config.layers}; {what} has layers of one kind only")
     for shape in config.softmax:
-        _attention_says(
+        attention_says(
             shape,
             config.norm_eps,
             what,
@@ -353,19 +283,19 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
             softcap=family.softcaps,
             scale=family.query_scalar,
         )
-        _says(what, "attention.interleaved", shape.interleaved, family.interleaved)
-        _says(what, "attention.norm_whole", shape.norm_whole, family.qk_norm == "whole")
-        _says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
+        says(what, "attention.interleaved", shape.interleaved, family.interleaved)
+        says(what, "attention.norm_whole", shape.norm_whole, family.qk_norm == "whole")
+        says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
     biases = [family.bias + family.bias_key * flag for flag in (False, True)]
     if (a.bias, a.out_bias) not in [("q" in letters, "o" in letters) for letters in biases]:
         raise ValueError(
             f"attention.bias is {a.bias} and out_bias {a.out_bias}; {what} has biases of "
             f"{' or of '.join(letters or 'none' for letters in dict.fromkeys(biases))}"
         )
-    _says(what, "attention.sinks", a.sinks, family.sinks)
-    _says(what, "norms", config.norms, family.sides)
+    says(what, "attention.sinks", a.sinks, family.sinks)
+    says(what, "norms", config.norms, family.sides)
     if not family.softcaps:
-        _says(what, "softcap", config.softcap, 0.0)
+        says(what, "softcap", config.softcap, 0.0)
     _says_nearly(
         what,
         "embedding_scale",
@@ -373,7 +303,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
         config.width**0.5 if family.embedding_scaled else 1.0,
     )
     both = {"attention", "sliding"} <= set(config.layers)
-    _says(what, "own_tables", config.own_tables, family.own_tables and both)
+    says(what, "own_tables", config.own_tables, family.own_tables and both)
     _check_feed_forward(config, family, what)
 
 
@@ -382,46 +312,29 @@ def _check_feed_forward(config: TargetConfig, family: Family, what: str) -> None
     if isinstance(mlp, MoeConfig) != bool(form):
         raise ValueError(f"mlp is {mlp}; {what} has {'experts' if form else 'no experts'}")
     if form != "separate":
-        _says(what, "dense_layers", config.dense_layers, ())
+        says(what, "dense_layers", config.dense_layers, ())
     for part in (mlp, config.dense):
         if isinstance(part, MlpConfig):
-            _says(what, "mlp.activation", part.activation, family.activation)
+            says(what, "mlp.activation", part.activation, family.activation)
             if not family.mlp_bias_key:
-                _says(what, "mlp.bias", part.bias, False)
+                says(what, "mlp.bias", part.bias, False)
     if not isinstance(mlp, MoeConfig):
         return
     if form == "stacked" and not mlp.shared_hidden:
         raise ValueError(f"mlp.shared_hidden is 0; {what} has a shared expert")
     if form != "stacked":
-        _says(what, "mlp.shared_hidden", mlp.shared_hidden, 0)
+        says(what, "mlp.shared_hidden", mlp.shared_hidden, 0)
     if form != "separate":
-        _says(what, "mlp.renormalized", mlp.renormalized, True)
+        says(what, "mlp.renormalized", mlp.renormalized, True)
     transposed = form == "transposed"
-    _says(what, "mlp.router_bias", mlp.router_bias, transposed)
-    _says(what, "mlp.bias", mlp.bias, transposed)
+    says(what, "mlp.router_bias", mlp.router_bias, transposed)
+    says(what, "mlp.bias", mlp.bias, transposed)
     if bool(mlp.limit) != transposed:
         has = "a limit" if transposed else "no limit"
         raise ValueError(f"mlp.limit is {mlp.limit}; {what} has {has}")
 
 
-def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -> None:
-    """Raise for settings that ``config.json`` of a block drafter cannot express."""
-    a, what = config.attention, f"a {config.kind} checkpoint"
-    _attention_says(a, config.norm_eps, what, gated=False, qk_norm=True)
-    _says(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)
-    _says(what, "aux_width", config.aux_width, len(taps) * config.width)
-    own = block_of(config.kind)
-    _says(what, "draft_tokens", config.draft_tokens, own.draft_tokens(config.block_size))
-    if (config.conv is not None) != own.convolves:
-        has = "has convolutions" if own.convolves else "has no convolutions"
-        raise ValueError(f"conv is {config.conv}; {what} {has}")
-    if not own.scales_embedding:
-        _says(what, "embedding_scale", config.embedding_scale, 1.0)
-    if rope.kind not in own.ropes:
-        _says(what, "rope", rope.kind, own.ropes[0])
-
-
-def _attention_says(
+def attention_says(
     a: AttentionConfig,
     eps: float,
     what: str,
@@ -432,24 +345,25 @@ def _attention_says(
     scale: bool = False,
 ) -> None:
     """Check a shape of attention; ``softcap`` and ``scale``: whether any value is allowed."""
-    _says(what, "attention.gated", a.gated, gated)
-    _says(what, "attention.qk_norm", a.qk_norm, qk_norm)
+    says(what, "attention.gated", a.gated, gated)
+    says(what, "attention.qk_norm", a.qk_norm, qk_norm)
     if a.qk_norm:
-        _says(what, "attention.norm_eps", a.norm_eps, eps)
+        says(what, "attention.norm_eps", a.norm_eps, eps)
     if not softcap:
-        _says(what, "attention.softcap", a.softcap, 0.0)
+        says(what, "attention.softcap", a.softcap, 0.0)
     if not scale:
         _says_nearly(what, "attention.scale", a.scale, a.head_dim**-0.5)
 
 
-def _says(what: str, field: str, found: Any, expected: Any) -> None:
+def says(what: str, field: str, found: Any, expected: Any) -> None:
+    """Raise for a value that a layout has no place for."""
     if found != expected:
         raise ValueError(f"{field} is {found!r}; {what} can only express {expected!r}")
 
 
 def _says_nearly(what: str, field: str, found: float, expected: float) -> None:
     if abs(found - expected) > 1e-6 * expected:
-        _says(what, field, found, expected)
+        says(what, field, found, expected)
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

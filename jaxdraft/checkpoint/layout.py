@@ -31,7 +31,7 @@ from jaxdraft.config import (
     MtpConfig,
     TargetConfig,
 )
-from jaxdraft.kinds import block_of
+from jaxdraft.kinds import axes, block_of
 
 Path = tuple[str | int, ...]
 """Path of a parameter in a module's pure state: ``("layers", 0, "mixer", "qkv", "weight")``."""
@@ -159,7 +159,7 @@ def eagle3_layout(config: Eagle3Config) -> list[Entry]:
 def block_layout(config: BlockDrafterConfig) -> list[Entry]:
     """Return every stored parameter of a :class:`jaxdraft.nn.block_drafter.BlockBackbone`.
 
-    Embedding and head are the target's, and not stored a second time.
+    Embedding and head are the target's, and not stored a second time; a head of its own is stored.
     """
     width, a, mlp = config.width, config.attention, MlpConfig(hidden=config.mlp_hidden)
     entries = [
@@ -230,11 +230,15 @@ def shape_of(name: str) -> str:
 
 
 def _pair_scores(config: BlockDrafterConfig) -> Iterator[Entry]:
-    sizes = {"width": config.width, "vocab": config.draftable, "rank": config.rank}
+    sizes = axes(config)
     if config.draft_vocab_size is not None:
         yield _one(("vocabulary",), "d2t", config.draftable, form=Form.OFFSETS)
-    for tensor in block_of(config.kind).pairs:
-        yield _one(tensor.path, tensor.name, *(sizes[axis] for axis in tensor.shape))
+    if config.own_head:
+        yield _one(("head", "weight"), "lm_head.weight", config.draftable, config.width)
+    own = block_of(config.kind)
+    for tensor in (*own.pairs, *own.extra):
+        if tensor.when(config):
+            yield _one(tensor.path, tensor.name, *(sizes[axis] for axis in tensor.shape))
 
 
 def _one(path: Path, name: str, *shape: int, form: Form = Form.PLAIN) -> Entry:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxdraft import kinds, templates
 from jaxdraft.base import Drafter
 from jaxdraft.checkpoint import config as config_json
+from jaxdraft.checkpoint.block_config import block_json
 from jaxdraft.checkpoint.eagle3_config import eagle3_json
 from jaxdraft.checkpoint.files import Tensor, appearing, check_free, write_json, write_tensors
 from jaxdraft.checkpoint.forms import (
@@ -49,7 +50,7 @@ from jaxdraft.checkpoint.layout import (
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import fits, recover
-from jaxdraft.config import DrafterKind, MoeConfig
+from jaxdraft.config import BlockDrafterConfig, DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.chain import ChainDrafter
 from jaxdraft.draft.eagle3 import Eagle3Drafter
@@ -311,14 +312,18 @@ class _Folders:
         config, found = drafter.config, _parameters(drafter.backbone.params)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
-        body = config_json.block_json(
+        body = block_json(
             config,
             self.target.config.taps,
             rope,
             dtype=(self.compute_dtype or stored).name,
             bits=self.bits,
         )
-        tensors = self._tensors(config.kind, block_layout(config), found, self.bits)
+        tensors = list(self._tensors(config.kind, block_layout(config), found, self.bits))
+        if config.own_head:
+            tensors.append(_members(found[("vocabulary",)], config.vocab_size))
+        if config.layout == "flat":
+            tensors += self._copies(config)
         return _Content({"config.json": body}, tuple(tensors))
 
     def _eagle3(self, drafter: Eagle3Drafter) -> _Content:
@@ -334,13 +339,21 @@ class _Folders:
         )
         tensors = list(self._tensors(config.kind, eagle3_layout(config), found, self.bits))
         if config.draft_vocab_size is not None:
-            tokens, vocab = found[("vocabulary",)], config.vocab_size
-
-            def members() -> np.ndarray:
-                return np.isin(np.arange(vocab), np.asarray(tokens))
-
-            tensors.append(Tensor(MEMBERS, (vocab,), np.dtype(np.bool_), members))
+            tensors.append(_members(found[("vocabulary",)], config.vocab_size))
         return _Content({"config.json": body}, tuple(tensors))
+
+    def _copies(self, config: BlockDrafterConfig) -> Iterator[Tensor]:
+        """Return the target's embedding and head, of which flat files have copies."""
+        params = self.target.decoder.params
+        embedding = params["embed"]["weight"]
+        head = embedding if self.target.config.tied else params["head"]["weight"]
+        arrays = {"embed_tokens.weight": embedding}
+        if not config.own_head:
+            arrays["lm_head.weight"] = head
+        for name, array in arrays.items():
+            part, stored = StoredTensor(name, array.shape), self._stored(array.dtype)
+            make = self._maker(config.kind, array, Form.PLAIN, 0, part, stored)
+            yield Tensor(name, array.shape, stored, make)
 
     def _stored(self, own: DTypeLike) -> np.dtype:
         """Return the requested dtype, or else the array's own."""
@@ -477,6 +490,15 @@ def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndar
             "cannot represent them"
         )
     return wide.reshape(tensor.shape)
+
+
+def _members(vocabulary: Any, vocab_size: int) -> Tensor:
+    """Return the tensor [V] that says whether each token is in the draft vocabulary."""
+
+    def make() -> np.ndarray:
+        return np.isin(np.arange(vocab_size), np.asarray(vocabulary))
+
+    return Tensor(MEMBERS, (vocab_size,), np.dtype(np.bool_), make)
 
 
 def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:

@@ -1,8 +1,10 @@
-"""DFlash2 and DSpark as drafters: committed rows into a cache, one block, one lattice, one walk."""
+"""Block drafters: committed rows into a cache, one block, one lattice or chain, one walk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import chex
 import jax
@@ -22,14 +24,16 @@ from jaxdraft.base import (
     Proposal,
     Support,
 )
-from jaxdraft.budget import DrafterCost, Mirrored, Windowed
+from jaxdraft.budget import DrafterCost, Mirrored, Mixed, Windowed
 from jaxdraft.checks import check_int
 from jaxdraft.config import BlockDrafterConfig, KvShape
+from jaxdraft.draft.block_chain import Chain, chain
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.sampled import sampled_walk
+from jaxdraft.draft.wrapper import check_numbers
 from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
-from jaxdraft.nn.linear import Frozen, matmul, take
+from jaxdraft.nn.linear import Frozen, take
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.ranking import largest_first
 from jaxdraft.sizes import check_slots, page_count, ring_pages
@@ -48,10 +52,18 @@ RING_PAGE = 128
 class BlockState:
     """State of a block drafter."""
 
-    cache: Ring | PagedPool  # a ring when the drafter has a window, pages otherwise
+    ring: Ring | None  # of the layers with a window; None: there are none
+    pages: PagedPool | None  # of the layers that see everything; None: there are none
     intact: jax.Array  # [B] bool: every committed row so far was ingested
     denied: jax.Array  # [B] bool: found no ring or page; no drafts until the row is released
     misses: jax.Array  # [] int32: how often that happened
+
+    @property
+    def cache(self) -> Ring | PagedPool:
+        """The pages if there are any, else the ring. Both have the same length."""
+        cache = self.ring if self.pages is None else self.pages
+        assert cache is not None
+        return cache
 
     @property
     def length(self) -> jax.Array:
@@ -61,19 +73,35 @@ class BlockState:
 
 @struct.dataclass
 class BlockDrafter(DrafterDefaults):
-    """A DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
+    """A DFlash, DFlash2 or DSpark backbone as a :class:`jaxdraft.base.Drafter`.
 
     The embedding and the head are the target's own arrays. Of the head, a drafter with a draft
-    vocabulary has the rows of those tokens; see :meth:`of`.
+    vocabulary has the rows of those tokens, unless it has a head of its own; see :meth:`of`.
 
     ``path`` selects the lattice path that is proposed when drafts are not drawn: "walk", the
     greedy walk, or "best", "probable" or "longest"; see :data:`jaxdraft.draft.lattice.PROPOSALS`.
     A path is chosen over the drafts that the row can use, so that a step that will not be verified
     cannot justify a worse one that will. So a different ``limit`` may change the whole path, while
-    a walk is only cut short.
+    a walk is only cut short. A chained drafter has no lattice, and walks.
 
     ``first`` is the number K of a block's drafts in use; None: all. See
     :meth:`with_draft_tokens`.
+
+    ``confidence`` is for drafters with a trained confidence head (DSpark). It gives each draft the
+    probability c that it is accepted if those before it are; the product of c up to a draft is the
+    probability that the draft is emitted. Drafts are verified up to the first whose product is
+    below ``confidence``. None, the default, verifies all: a window costs the same however many of
+    its rows are used, so cutting pays only where a round is left without drafts in all rows, which
+    costs a plain step. The number is dynamic: changing it does not recompile. See
+    :meth:`with_confidence`.
+
+    The cut leaves the distribution of sampled output unchanged. c of draft k depends on the block's
+    rows and on the draft before, and not on draft k or later ones. So whether draft k is verified
+    is decided by emitted text alone: if it is verified, it is accepted or replaced by the rule that
+    gives the target's distribution whatever the text before is; if not, the token there is drawn
+    from the target. A cut that depended on the draft itself, or a number of drafts chosen from all
+    of c at once, would let the drawn drafts decide which of them are verified: likely ones would be
+    emitted too often. (``tests/properties/test_trust.py`` finds both mistakes.)
     """
 
     backbone: Frozen[BlockBackbone]
@@ -83,6 +111,7 @@ class BlockDrafter(DrafterDefaults):
     dtype: jnp.dtype = struct.field(pytree_node=False)
     path: str = struct.field(pytree_node=False, default="walk")
     first: int | None = struct.field(pytree_node=False, default=None)
+    confidence: float | jax.Array | None = None
 
     def __post_init__(self) -> None:
         block = self.config.draft_tokens
@@ -90,6 +119,15 @@ class BlockDrafter(DrafterDefaults):
             raise ValueError(f"draft_tokens is {self.first}; this drafter's block has 1 to {block}")
         if self.path not in PROPOSALS:
             raise ValueError(f"path is {self.path!r}; expected one of {', '.join(PROPOSALS)}")
+        if self.config.chained and self.path != "walk":
+            raise ValueError(
+                f"path is {self.path!r}; this drafter chooses its drafts one after another and has "
+                "no lattice: expected 'walk'"
+            )
+        if self.confidence is not None:
+            if self.config.confidence is None:
+                raise ValueError("confidence is given, and this drafter has no confidence head")
+            check_numbers(self, {"confidence": (0, 1)})
 
     @classmethod
     def of(
@@ -108,10 +146,6 @@ class BlockDrafter(DrafterDefaults):
         """K."""
         return self.config.draft_tokens if self.first is None else self.first
 
-    @property
-    def _kv_shape(self) -> KvShape:
-        return self.config.attention.kv_shape(self.config.layers, self.dtype)
-
     def with_draft_tokens(self, draft_tokens: int) -> BlockDrafter:
         """Return the same block, proposing only its first ``draft_tokens`` drafts.
 
@@ -122,22 +156,44 @@ class BlockDrafter(DrafterDefaults):
         """
         return replace(self, first=draft_tokens)
 
+    def with_confidence(self, confidence: float | None) -> BlockDrafter:
+        """Return the same drafter, cutting its drafts by its confidence head.
+
+        Args:
+          confidence: the least probability, in 0..1, of a draft to be emitted; None: no cut.
+
+        Raises:
+          ValueError: there is no confidence head, or the number is outside of 0..1.
+        """
+        return replace(self, confidence=confidence)
+
+    @property
+    def declines(self) -> bool:
+        """True if drafts are cut by confidence, down to none."""
+        return self.confidence is not None
+
     def init(self, batch: int, capacity: int) -> BlockState:
         """Return an empty state. A windowed drafter's does not depend on ``capacity``."""
-        c, a = self.config, self.config.attention
-        if c.windowed:
-            cache: Ring | PagedPool = Ring.zeros(
-                self._kv_shape,
+        c = self.config
+        rings = pages = None
+        if c.ring_layers:
+            rings = Ring.zeros(
+                self._kv_shape(c.ring_layers),
                 batch=batch,
-                window=a.window,
+                window=c.attention.window,
                 block=c.block_size,
                 page_size=RING_PAGE,
             )
-        else:
-            cache = PagedPool.one_page_per_row(
-                self._kv_shape, batch=batch, capacity=paged.room(capacity, INGEST_ROWS)
+        if c.page_layers:
+            pages = PagedPool.one_page_per_row(
+                self._kv_shape(c.page_layers),
+                batch=batch,
+                capacity=paged.room(capacity, INGEST_ROWS),
             )
-        return _start(cache)
+        return _start(rings, pages)
+
+    def _kv_shape(self, layers: tuple[int, ...]) -> KvShape:
+        return self.config.attention.kv_shape(len(layers), self.dtype)
 
     def init_pool(
         self,
@@ -153,7 +209,8 @@ class BlockDrafter(DrafterDefaults):
         A windowed drafter has ``rings`` rings: a row gets one when its first row comes in. One that
         sees everything mirrors the target's ``pages`` pages, with ``ceil(block / Z)`` spill pages
         per row too. Rows take pages as they grow. A row that finds none is *denied*: it owns
-        nothing and proposes nothing until it is released.
+        nothing and proposes nothing until it is released. A drafter with layers of both kinds is
+        given pages, and has a ring for every row.
 
         Args:
           batch: B.
@@ -176,34 +233,32 @@ class BlockDrafter(DrafterDefaults):
                 f"the drafter {kind}: its pool is given in {needs}, but rings is {rings!r} and "
                 f"pages is {pages!r}"
             )
-        if rings is not None:
-            if columns is not None:
-                raise ValueError(
-                    f"columns is {columns}; in a pool of rings the window decides them"
-                )
-            total = check_int("rings", rings) * ring_pages(a.window, c.block_size, page_size)
+        if c.windowed and columns is not None:
+            raise ValueError(f"columns is {columns}; in a pool of rings the window decides them")
+        ring = pool = None
+        if c.ring_layers:
+            count = batch if rings is None else check_int("rings", rings)
+            total = count * ring_pages(a.window, c.block_size, page_size)
             check_slots("the drafter's pool", total, page_size)
-            return _start(
-                Ring.pool(
-                    self._kv_shape,
-                    batch=batch,
-                    rings=rings,
-                    window=a.window,
-                    block=c.block_size,
-                    page_size=page_size,
-                )
+            ring = Ring.pool(
+                self._kv_shape(c.ring_layers),
+                batch=batch,
+                rings=count,
+                window=a.window,
+                block=c.block_size,
+                page_size=page_size,
             )
-        total = check_int("pages", pages) + batch * page_count(c.block_size, page_size)
-        check_slots("the drafter's pool", total, page_size)
-        return _start(
-            PagedPool.zeros(
-                self._kv_shape,
+        if c.page_layers:
+            total = check_int("pages", pages) + batch * page_count(c.block_size, page_size)
+            check_slots("the drafter's pool", total, page_size)
+            pool = PagedPool.zeros(
+                self._kv_shape(c.page_layers),
                 batch=batch,
                 pages=total,
                 page_size=page_size,
                 columns=total if columns is None else check_int("columns", columns),
             )
-        )
+        return _start(ring, pool)
 
     @property
     def windowed(self) -> bool:
@@ -236,22 +291,24 @@ class BlockDrafter(DrafterDefaults):
         They can be admitted anew, denied or not. Releasing a row twice has no further effect.
         """
         chex.assert_shape(rows, state.denied.shape)
-        cache = state.cache
-        if cache.dense:  # a row keeps its pages, and forgets what they hold
-            cache = replace(cache, length=jnp.where(rows, 0, cache.length))
-        else:
-            cache = paged.release(cache, rows)
-        return replace(state, cache=cache, intact=state.intact | rows, denied=state.denied & ~rows)
+
+        def free(cache: Any) -> Any:
+            if cache.dense:  # a row keeps its pages, and forgets what they hold
+                return replace(cache, length=jnp.where(rows, 0, cache.length))
+            return paged.release(cache, rows)
+
+        state = _each(free, state)
+        return replace(state, intact=state.intact | rows, denied=state.denied & ~rows)
 
     def skip(self, state: BlockState, tokens: jax.Array, length: jax.Array) -> BlockState | None:
         """Continue rows whose first ``length`` [B] positions are already in their pages.
 
-        Returns None for a windowed drafter: a ring holds more than pages that others can share.
+        Returns None for layers with a window: a ring holds more than pages that others can share.
         """
         del tokens
-        if isinstance(state.cache, Ring):
+        if state.ring is not None:
             return None
-        return replace(state, cache=replace(state.cache, length=length))
+        return _each(lambda cache: replace(cache, length=length), state)
 
     def ingest(self, state: BlockState, feed: Feed) -> BlockState:
         """See :meth:`jaxdraft.base.Drafter.ingest`.
@@ -276,15 +333,17 @@ class BlockDrafter(DrafterDefaults):
         # What lies past `count` may be anything, even NaN; it must not reach a product.
         aux = jnp.where((steps < count[:, None])[..., None], taps, 0)
         keys, values = self.backbone().context(aux, first[:, None] + steps)
-        cache = state.cache
-        if isinstance(cache, Ring):
-            cache = ring.write(cache, keys, values, first, count)
-        else:
-            cache = replace(cache, length=first)
-            for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-                cache = paged.write(cache, layer, k, v, count)
-            cache = replace(cache, length=first + count)
-        return replace(state, cache=cache, intact=intact)
+        rings, pages, config = state.ring, state.pages, self.config
+        if rings is not None:
+            mine = config.ring_layers
+            own_keys, own_values = (tuple(x[i] for i in mine) for x in (keys, values))
+            rings = ring.write(rings, own_keys, own_values, first, count)
+        if pages is not None:
+            pages = replace(pages, length=first)
+            for place, layer in enumerate(config.page_layers):
+                pages = paged.write(pages, place, keys[layer], values[layer], count)
+            pages = replace(pages, length=first + count)
+        return replace(state, ring=rings, pages=pages, intact=intact)
 
     def _cover(self, state: BlockState, positions: jax.Array) -> BlockState:
         """Provide pages for ``positions`` [B] of every row.
@@ -292,15 +351,20 @@ class BlockDrafter(DrafterDefaults):
         A row that cannot get them is denied and releases its pages: it would never read them again,
         and another row may use them.
         """
-        cache = state.cache
-        if isinstance(cache, Ring):
-            cache, granted = ring.admit(cache, positions > 0)
-        else:
-            cache, granted = paged.grow(cache, positions)
-        missed = (positions > 0) & ~granted
+        wants = positions > 0
+        granted = jnp.ones_like(wants)
+        rings, pages = state.ring, state.pages
+        if rings is not None:
+            rings, granted = ring.admit(rings, wants)
+        if pages is not None:
+            pages, paid = paged.grow(pages, positions)
+            granted = granted & paid
+        missed = wants & ~granted
+        state = _each(
+            lambda cache: paged.release(cache, missed), replace(state, ring=rings, pages=pages)
+        )
         return replace(
             state,
-            cache=paged.release(cache, missed),
             denied=state.denied | missed,
             misses=state.misses + jnp.sum(missed, dtype=jnp.int32),
         )
@@ -315,21 +379,87 @@ class BlockDrafter(DrafterDefaults):
         past = state.length + config.block_size > config.context_length
         reason = _unless(reason, past, NoDraft.CONTEXT)
         drafts = reason == NoDraft.DRAFTED
-        batch = feed.anchor.shape[0]
-        shape = (batch, self.draft_tokens, config.candidates)
-
-        def nothing() -> Lattice:
-            scores = jnp.zeros((*shape, config.candidates), jnp.float32)
-            return Lattice(jnp.zeros(shape, jnp.int32), scores)
-
-        lattice = lax.cond(jnp.any(drafts), lambda: self.lattice(state, feed.anchor), nothing)
-        finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
+        anchor = jnp.clip(feed.anchor, 0, config.vocab_size - 1)
+        lattice = found = None
+        if config.chained:
+            found, rows = self._chain(state, anchor, feed.draw, jnp.any(drafts))
+            finite = found.finite
+        else:
+            lattice, rows = self._lattice(state, anchor, jnp.any(drafts))
+            finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
         reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
-        tokens, support = self._choose(lattice, length, feed.draw)
+        if lattice is not None:
+            tokens, support = self._choose(lattice, length, feed.draw)
+        else:
+            assert found is not None
+            tokens, support = found.tokens, found.support
+        if rows is not None:
+            length = jnp.minimum(length, self._trusted(rows, anchor, tokens))
+            reason = _unless(reason, length == 0, NoDraft.PAUSED).astype(jnp.int32)
         kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
         proposal = Proposal(jnp.where(kept, tokens, NO_TOKEN), length, lattice, support)
         return state, proposal, DraftInfo(reason, jnp.any(drafts).astype(jnp.int32))
+
+    def _lattice(
+        self, state: BlockState, anchor: jax.Array, needed: jax.Array
+    ) -> tuple[Lattice, jax.Array | None]:
+        """Return the lattice, or zeros unless ``needed`` [], and the rows that trust reads."""
+        shape = (anchor.shape[0], self.draft_tokens, self.config.candidates)
+
+        def nothing() -> tuple[Lattice, jax.Array | None]:
+            scores = jnp.zeros((*shape, shape[2]), jnp.float32)
+            return Lattice(jnp.zeros(shape, jnp.int32), scores), self._no_rows(shape[0])
+
+        def drafted() -> tuple[Lattice, jax.Array | None]:
+            features = self.features(state, anchor)
+            return self._edges(features, anchor), self._rows(features)
+
+        return lax.cond(needed, drafted, nothing)
+
+    def _chain(
+        self, state: BlockState, anchor: jax.Array, draw: Draw | None, needed: jax.Array
+    ) -> tuple[Chain, jax.Array | None]:
+        """Return the chain, or zeros unless ``needed`` [], and the rows that trust reads."""
+        batch = anchor.shape[0]
+
+        def nothing() -> tuple[Chain, jax.Array | None]:
+            wide = None if draw is None else self.config.candidates
+            return Chain.zeros(batch, self.draft_tokens, wide), self._no_rows(batch)
+
+        def drafted() -> tuple[Chain, jax.Array | None]:
+            backbone, features = self.backbone(), self.features(state, anchor)
+            logits = backbone.logits(features, self.head)
+            return chain(backbone, features, logits, anchor, draw), self._rows(features)
+
+        return lax.cond(needed, drafted, nothing)
+
+    def _rows(self, features: jax.Array) -> jax.Array | None:
+        """Return the rows if drafts are cut by confidence."""
+        return None if self.confidence is None else features
+
+    def _no_rows(self, batch: int) -> jax.Array | None:
+        shape = (batch, self.draft_tokens, self.config.width)
+        return self._rows(jnp.zeros(shape, self.dtype))
+
+    def _trusted(self, rows: jax.Array, anchor: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return the number of drafts before the first that is unlikely to be emitted, [B] int32.
+
+        Example, confidence 0.5: probabilities .9 .8 .6 .9 have the products .9 .72 .43 .39, which
+        leaves two drafts.
+
+        Args:
+          rows: [B, K, D], from :meth:`features`.
+          anchor: [B] int32.
+          tokens: [B, K] int32, the drafts. The last one is not read, nor is draft k for the
+            decision about draft k: see the class.
+        """
+        assert self.confidence is not None
+        backbone = self.backbone()
+        before = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+        trust = jax.nn.sigmoid(backbone.trust(rows, backbone.predecessors(before)))
+        reached = jnp.cumprod(trust, axis=1) >= jnp.asarray(self.confidence, jnp.float32)
+        return jnp.sum(reached, axis=1, dtype=jnp.int32)
 
     def _choose(
         self, lattice: Lattice, length: jax.Array, draw: Draw | None
@@ -348,50 +478,74 @@ class BlockDrafter(DrafterDefaults):
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
         """Return the candidates and edge scores after ``anchor`` [B], for every row."""
-        config, backbone = self.config, self.backbone()
-        batch, width = anchor.shape[0], config.candidates
-        anchor = jnp.clip(anchor, 0, config.vocab_size - 1)
-        masks = jnp.full((batch, config.block_size - 1), config.mask_token, jnp.int32)
+        anchor = jnp.clip(anchor, 0, self.config.vocab_size - 1)
+        return self._edges(self.features(state, anchor), anchor)
+
+    def features(self, state: BlockState, anchor: jax.Array) -> jax.Array:
+        """Return the block's final-normed rows after ``anchor`` [B], one per draft: [B, K, D]."""
+        config = self.config
+        masks = jnp.full((anchor.shape[0], config.block_size - 1), config.mask_token, jnp.int32)
         block = jnp.concatenate([anchor[:, None], masks], axis=1)
         embedded = take(self.embedding, block)
-        features = backbone.block(embedded, state.length, self._context(state))
-        features = features[:, : self.draft_tokens]
-        logits = matmul(features, self.head, out_dtype=jnp.float32)  # [B, K, V]
-        values, candidates = largest_first(logits, width)
-        start = backbone.draft_ids(anchor)[:, None, None]
-        start = jnp.broadcast_to(start, (batch, 1, width))
-        previous = jnp.concatenate([start, candidates[:, :-1]], axis=1)
-        pairs = backbone.pair_scores(features, previous, candidates)
-        return Lattice(backbone.tokens(candidates), pairs + values[:, :, None, :])
+        rows = self.backbone().block(embedded, state.length, self._context(state))
+        return rows[:, : self.draft_tokens]
 
-    def _context(self, state: BlockState):  # noqa: ANN202 - int -> Source
+    def _edges(self, features: jax.Array, anchor: jax.Array) -> Lattice:
+        backbone, width = self.backbone(), self.config.candidates
+        logits = backbone.logits(features, self.head)  # [B, K, V']
+        values, candidates = largest_first(logits, width)
+        tokens = backbone.tokens(candidates)
+        start = backbone.predecessors(anchor)[:, None, None]
+        start = jnp.broadcast_to(start, (anchor.shape[0], 1, width))
+        # Codes of predecessors lie by token if the head is the drafter's own, else by place.
+        after = tokens if self.config.own_head else candidates
+        previous = jnp.concatenate([start, after[:, :-1]], axis=1)
+        pairs = backbone.pair_scores(features, previous, candidates)
+        return Lattice(tokens, pairs + values[:, :, None, :])
+
+    def _context(self, state: BlockState) -> Callable[[int], Source]:
+        config = self.config
+
         def source(layer: int) -> Source:
-            if isinstance(state.cache, Ring):
-                return ring.source(state.cache, layer)
-            return paged.source(state.cache, layer, state.length)
+            if layer in config.page_layers:
+                assert state.pages is not None
+                place = config.page_layers.index(layer)
+                return paged.source(state.pages, place, state.length)
+            assert state.ring is not None
+            return ring.source(state.ring, config.ring_layers.index(layer))
 
         return source
 
 
 def cost(config: BlockDrafterConfig, dtype: DTypeLike) -> DrafterCost:
-    """Return the memory cost of a block drafter: a ring per row if windowed, else per target page.
+    """Return the memory cost of a block drafter: rings per row, pages per target page, or both.
 
     Args:
       config: its description.
       dtype: type of its keys and values.
     """
     a = config.attention
-    cache = a.kv_shape(config.layers, dtype)
-    if config.windowed:
-        return Windowed(cache=cache, window=a.window, block=config.block_size)
-    return Mirrored(cache=cache, block=config.block_size)
+    rings, pages, block = config.ring_layers, config.page_layers, config.block_size
+    windowed = (
+        Windowed(cache=a.kv_shape(len(rings), dtype), window=a.window, block=block)
+        if rings
+        else None
+    )
+    mirrored = Mirrored(cache=a.kv_shape(len(pages), dtype), block=block) if pages else None
+    if mirrored is None:
+        assert windowed is not None
+        return windowed
+    return mirrored if windowed is None else Mixed(windowed=windowed, mirrored=mirrored)
 
 
 def draft_head(
     backbone: Frozen[BlockBackbone], head: jax.Array | PackedMatrix, config: BlockDrafterConfig
 ) -> jax.Array | PackedMatrix:
-    """Return the head's rows [V, D] that score drafts: all, or the draft vocabulary's."""
-    if config.draft_vocab_size is None:
+    """Return the head's rows [V, D] that score drafts: all, or the draft vocabulary's.
+
+    A drafter with a head of its own reads none of them.
+    """
+    if config.draft_vocab_size is None or config.own_head:
         return head
     vocabulary = backbone.params["vocabulary"]
     if isinstance(head, PackedMatrix):
@@ -399,10 +553,18 @@ def draft_head(
     return jnp.take(head, vocabulary, axis=0)
 
 
-def _start(cache: Ring | PagedPool) -> BlockState:
-    batch = cache.length.shape[0]
-    none = jnp.zeros((batch,), bool)
-    return BlockState(cache, ~none, none, jnp.asarray(0, jnp.int32))
+def _each(change: Callable[[Any], Any], state: BlockState) -> BlockState:
+    """Change every cache of a state."""
+    rings = None if state.ring is None else change(state.ring)
+    pages = None if state.pages is None else change(state.pages)
+    return replace(state, ring=rings, pages=pages)
+
+
+def _start(rings: Ring | None, pages: PagedPool | None) -> BlockState:
+    cache = rings if pages is None else pages
+    assert cache is not None
+    none = jnp.zeros(cache.length.shape, bool)
+    return BlockState(rings, pages, ~none, none, jnp.asarray(0, jnp.int32))
 
 
 def _unless(reason: jax.Array, condition: jax.Array, why: NoDraft) -> jax.Array:

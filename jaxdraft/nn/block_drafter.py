@@ -1,14 +1,16 @@
-"""The backbone that DFlash2 and DSpark share: a context path to every layer's keys, and a block.
+"""The backbone that block drafters share: a context path to every layer's keys, and a block.
 
 Committed rows enter through ``fc`` and ``hidden_norm`` and become keys and values of every layer at
 once, without input norm and without convolution; no query is ever taken from them. The block (the
-anchor's embedding, then mask embeddings) runs through the layers and attends, without a causal
-mask, to the context and to itself.
+anchor's embedding, then mask embeddings) runs through the layers and attends to the context and to
+itself, without a causal mask unless the layer is one of ``causal_layers``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,10 @@ from jax.typing import DTypeLike
 from jaxdraft.config import BlockDrafterConfig, ConvConfig
 from jaxdraft.kernels import XLA
 from jaxdraft.nn.attention import attend
-from jaxdraft.nn.linear import Linear, Table
+from jaxdraft.nn.linear import Linear, Table, matmul
 from jaxdraft.nn.mlp import Mlp
 from jaxdraft.nn.norm import RMSNorm
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.nn.rope import Rotary, rotary_tables, rotate
 from jaxdraft.state.paged import Chunk, Source
 
@@ -70,9 +73,9 @@ class BlockLayer(nnx.Module):
 
     implementation = XLA
 
-    def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: BlockDrafterConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         a = config.attention
-        self.config = config
+        self.config, self.index = config, index
         self.input_norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
         self.q = Linear(config.width, a.query_rows, dtype=dtype, rngs=rngs)
         self.kv = Linear(config.width, 2 * a.kv_rows, dtype=dtype, rngs=rngs)
@@ -122,7 +125,7 @@ class BlockLayer(nnx.Module):
     def _attend(
         self, positions: jax.Array, cos: jax.Array, sin: jax.Array, context: Source
     ) -> Callable[[jax.Array], jax.Array]:
-        a = self.config.attention
+        a = replace(self.config.attention, window=self.config.window(self.index))
 
         def attention(rows: jax.Array) -> jax.Array:
             batch, steps, _ = rows.shape
@@ -139,7 +142,7 @@ class BlockLayer(nnx.Module):
                 positions,
                 context,
                 a,
-                causal=False,
+                causal=self.index in self.config.causal_layers,
                 block_keys=block,
                 implementation=self.implementation,
             )
@@ -149,13 +152,11 @@ class BlockLayer(nnx.Module):
 
 
 class BlockBackbone(nnx.Module):
-    """Context path, layers and final norm. Subclasses add the head that scores the lattice.
+    """Context path, layers and final norm. Subclasses add what scores pairs of tokens.
 
-    Attributes:
-      first_row: the block row that predicts draft 0. With 1, the anchor's row predicts nothing.
+    A subclass whose pair scores are those of the whole vocabulary has :meth:`pair_bias`, too. Only
+    such a drafter can be chained.
     """
-
-    first_row = 0
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -164,11 +165,13 @@ class BlockBackbone(nnx.Module):
         cos, sin = rotary_tables(config.context_length, config.attention.rotary_dim, 10000.0)
         self.rotary = Rotary(jnp.asarray(cos, dtype), jnp.asarray(sin, dtype))
         self.layers = nnx.List(
-            [BlockLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.layers)]
+            [BlockLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.layers)]
         )
         self.norm = RMSNorm(config.width, config.norm_eps, dtype=dtype)
         if config.draft_vocab_size is not None:  # [V'] int32, ascending
             self.vocabulary = Table(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
+        if config.own_head:
+            self.head = Linear(config.width, config.draftable, dtype=dtype, rngs=rngs)
 
     def tokens(self, ids: jax.Array) -> jax.Array:
         """Map draft ids [...], indices of the draft vocabulary, to token ids [...]."""
@@ -192,6 +195,31 @@ class BlockBackbone(nnx.Module):
         """Return rows [..., R] of a table of pair scores; zero for a token without one."""
         whole = self.config.draft_vocab_size is None
         return jnp.take(table, draft_ids, axis=0, mode="clip" if whole else "fill", fill_value=0)
+
+    def predecessors(self, tokens: jax.Array) -> jax.Array:
+        """Map token ids [...] to their rows in the table of predecessors [...].
+
+        The table of a drafter with a head of its own has a row for every token of the target.
+        """
+        return tokens if self.config.own_head else self.draft_ids(tokens)
+
+    def logits(self, features: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
+        """Return logits [..., V'] float32 of final-normed rows [..., D].
+
+        Args:
+          features: from :meth:`block`.
+          head: [V', D], the target's rows of the draft vocabulary. Unused if the drafter has a head
+            of its own.
+        """
+        config = self.config
+        weight = self.head.weight[...] if config.own_head else head
+        logits = matmul(features, weight, out_dtype=jnp.float32)
+        if config.logit_multiplier != 1.0:
+            logits = logits * jnp.float32(config.logit_multiplier)
+        if config.logit_softcap:
+            cap = jnp.float32(config.logit_softcap)
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
 
     def context(
         self, aux: jax.Array, positions: jax.Array
@@ -228,7 +256,7 @@ class BlockBackbone(nnx.Module):
         cos, sin = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, cos, sin, context(i))
-        first = self.first_row
+        first = config.first_row
         return self.norm(x[:, first : first + config.draft_tokens])
 
     def pair_scores(
@@ -238,22 +266,51 @@ class BlockBackbone(nnx.Module):
 
         Args:
           features: [B, K, D], from :meth:`block`.
-          previous: [B, K, C] int32, candidates of the step before; step 0: the anchor C times.
-          candidates: [B, K, C] int32. Both are draft ids if there is a draft vocabulary.
+          previous: [B, K, C] int32, rows of the table of predecessors: candidates of the step
+            before; step 0: the anchor C times.
+          candidates: [B, K, C] int32, draft ids if there is a draft vocabulary.
 
         Returns:
           [B, K, C, C] float32, predecessor first.
         """
         raise NotImplementedError
 
-    def pair_bias(self, previous: jax.Array) -> jax.Array | None:
-        """Score every token after its predecessor, for kinds trained on the whole vocabulary.
+    def pair_bias(self, features: jax.Array, previous: jax.Array) -> jax.Array | None:
+        """Score every token after a path, for kinds trained on the whole vocabulary.
 
         Args:
-          previous: [...] int32, draft ids if there is a draft vocabulary.
+          features: [..., K, D], from :meth:`block`.
+          previous: [..., K] int32, the anchor and the drafts but the last, as rows of the table of
+            predecessors.
 
         Returns:
-          [..., V'] float32; None: the kind is trained on the scores of candidates.
+          [..., K, V'] float32; None: the kind is trained on the scores of candidates.
         """
-        del previous
+        del features, previous
         return None
+
+    def first_memory(self, batch: int) -> Any:
+        """Return the memory of a path before its first draft: arrays [B, ...]."""
+        raise NotImplementedError
+
+    def step_bias(
+        self, features: jax.Array, previous: jax.Array, memory: Any
+    ) -> tuple[jax.Array, Any]:
+        """Compute one step of :meth:`pair_bias`.
+
+        Args:
+          features: [B, D].
+          previous: [B] int32.
+          memory: what the step before has returned.
+
+        Returns:
+          [B, V'] float32, and the memory of the path with this draft.
+        """
+        raise NotImplementedError
+
+    def trust(self, features: jax.Array, previous: jax.Array) -> jax.Array:
+        """Return the confidence head's logits [..., K] float32; its arguments as in `pair_bias`.
+
+        Their sigmoid is the probability that a draft is accepted if those before it are.
+        """
+        raise NotImplementedError

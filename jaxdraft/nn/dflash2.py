@@ -15,8 +15,6 @@ from jaxdraft.nn.linear import Linear, precision
 class DFlash2(BlockBackbone):
     """``pair(p, c) = sum_r predecessor[p, r] * hidden_projection(f)[r] * successor[c, r]``."""
 
-    first_row = 1
-
     def __init__(self, config: BlockDrafterConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         shape = (config.draftable, config.rank)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxdraft.config import FULL_ATTENTION
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.linear import take
 from jaxdraft.nn.packed import PackedMatrix
@@ -42,16 +43,20 @@ def block_features(
     positions = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32)[None], (batch, steps))
     keys, values = backbone.context(aux, positions)
     first = anchors.reshape(-1).astype(jnp.int32)
-    # A window of w positions ends at the query; from the anchor on none reaches further back.
-    reach = min(config.attention.window, steps) if config.windowed else steps
-    at = jnp.arange(steps, dtype=jnp.int32)[None]
-    if reach < steps:
-        at = first[:, None] - reach + jnp.arange(reach, dtype=jnp.int32)[None]
-    at = jnp.broadcast_to(at, (batch * count, reach))
-    exists = (at >= 0) & (at < first[:, None])
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), count)[:, None]
 
+    def places(window: int) -> jax.Array:
+        # A window of w positions ends at the query; from the anchor on none reaches further back.
+        reach = steps if window == FULL_ATTENTION else min(window, steps)
+        at = jnp.arange(steps, dtype=jnp.int32)[None]
+        if reach < steps:
+            at = first[:, None] - reach + jnp.arange(reach, dtype=jnp.int32)[None]
+        return jnp.broadcast_to(at, (batch * count, reach))
+
     def context(layer: int) -> Source:
+        at = places(config.window(layer))
+        exists = (at >= 0) & (at < first[:, None])
+
         def gather(rows: jax.Array) -> jax.Array:  # [B, T, G, H] -> [B * n, 1, G, S, H]
             taken = rows[row, jnp.clip(at, 0, steps - 1)]
             return jnp.swapaxes(taken, 1, 2)[:, None]

@@ -30,6 +30,14 @@ def soft_cross_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
     return -jnp.sum(probs * jax.nn.log_softmax(logits, axis=-1), axis=-1)
 
 
+def binary_cross_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
+    """Return ``-p log sigmoid(logit) - (1 - p) log sigmoid(-logit)``, p held fixed: [...] float32.
+
+    Example: logit 0 and any p give log 2.
+    """
+    return jax.nn.softplus(logits) - lax.stop_gradient(probs) * logits
+
+
 def _in_32_bits(x: jax.Array) -> jax.Array:
     """Return wide numbers, which arrays have by default under ``jax_enable_x64``, in 32 bits."""
     narrow = {"int64": jnp.int32, "float64": jnp.float32}.get(str(x.dtype))
@@ -66,10 +74,13 @@ class DraftLoss:
     * the cross entropy of the head's logits, which decide a block drafter's candidates;
     * the cross entropy of the lattice's scores after the true predecessor: among the C candidates
       (DFlash2's selector; a label that is missing takes the last one's place) or over the whole
-      vocabulary (DSpark's Markov head). An MTP head has none, since its input is the
-      predecessor;
+      vocabulary (DSpark's Markov head). DFlash has none, and an MTP head has none, since its input
+      is the predecessor;
     * the total variation between the drafts' distribution and the target's at ``temperature``:
       the probability of rejection in sampled verification. Only for sampled sequences.
+
+    A confidence head learns the probability that a draft is accepted after its true predecessors.
+    This term is the mean over all drafts, with the same weights.
 
     A drafter with a draft vocabulary learns from labels in it; the others have weight zero, and the
     target's probabilities are those among its tokens.
@@ -84,6 +95,7 @@ class DraftLoss:
       head_weight: weight of the first term.
       pair_weight: weight of the second term.
       variation_weight: weight of the third term.
+      trust_weight: weight of the confidence head's term.
       temperature: temperature of the sampled sequences.
       soft: share of the target's probabilities in both cross entropies, see above.
       links: number of drafts of an MTP head; a block drafter has its own number.
@@ -95,6 +107,7 @@ class DraftLoss:
     head_weight: float = 1.0
     pair_weight: float = 1.0
     variation_weight: float = 0.0
+    trust_weight: float = 1.0
     temperature: float = 1.0
     soft: float = 0.0
     links: int = 3
@@ -118,52 +131,85 @@ class DraftLoss:
             ids = backbone.vocabulary[...]
             dense = not isinstance(head, PackedMatrix)
             head = jnp.take(head, ids, axis=0) if dense else head.select(ids)
-        logits = head_logits(features, head)
+        logits = backbone.logits(features, head)
         labels = backbone.draft_ids(following(batch.tokens, batch.anchors, drafts, offset=1))
-        before = backbone.draft_ids(following(batch.tokens, batch.anchors, drafts, offset=0))
+        before = following(batch.tokens, batch.anchors, drafts, offset=0)
+        before = backbone.predecessors(before)
+        bias = backbone.pair_bias(features, before)
         known = labels < config.draftable
         labels = jnp.where(known, labels, 0)
         teacher = self._teacher(following(batch.hidden, batch.anchors, drafts, offset=0), head)
         nats = self._mixed(logits, labels, teacher, batch.greedy)
 
-        _, best = lax.top_k(lax.stop_gradient(logits), config.candidates)
-        hit = best == labels[..., None]
-        found = jnp.any(hit, axis=-1)
+        whole = logits if bias is None else logits + bias
+        # A chain's drafts are the best after the path, a lattice's candidates the best before it.
+        ranked = whole if config.chained else logits
+        _, best = lax.top_k(lax.stop_gradient(ranked), config.candidates)
         candidates = jnp.concatenate([best, labels[..., None]], axis=-1)  # [B, n, K, C + 1]
-        shape = (-1, drafts)
-        pairs = backbone.pair_scores(
-            features.reshape(*shape, config.width),
-            before.reshape(*shape, 1),
-            candidates.reshape(*shape, config.candidates + 1),
-        ).reshape(candidates.shape)
+        pairs = self._pairs(backbone, features, before, candidates, bias)
         scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs
-        bias = backbone.pair_bias(before)
         if bias is not None:
-            selected = self._mixed(logits + bias, labels, teacher, batch.greedy)
+            selected = self._mixed(whole, labels, teacher, batch.greedy)
         else:
-            # One entry too many: the label's own, or the last candidate that it replaces.
-            place = jnp.arange(config.candidates + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
-            spare = jnp.where(found, config.candidates, config.candidates - 1)[..., None]
-            kept = place != spare
-            index = jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), config.candidates)
-            selected = self._mixed(
-                jnp.where(kept, scores, MASKED),
-                index,
-                jnp.where(kept, jnp.take_along_axis(teacher, candidates, axis=-1), MASKED),
-                batch.greedy,
-            )
+            selected = self._selected(scores, candidates, teacher, batch.greedy)
         drafted = scores[..., : config.candidates]
         overlap = self._overlap(drafted, jnp.take_along_axis(teacher, best, axis=-1), teacher)
-        total = self.head_weight * nats + self.pair_weight * selected
+        total = self.head_weight * nats
+        if config.rank:
+            total = total + self.pair_weight * selected
         total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
-        found = found & known
+        found = jnp.any(best == labels[..., None], axis=-1) & known
         right = found & (jnp.take_along_axis(best, _best(drafted), axis=-1)[..., 0] == labels)
-        return self._weighted(total, known), {
+        metrics = {
             "nats": self._weighted(nats, known),
             "pair_nats": self._weighted(selected, known),
             "recall": jnp.mean(found.astype(jnp.float32), axis=(0, 1)),
             **acceptance(batch.greedy, right, overlap),
         }
+        loss = self._weighted(total, known)
+        if config.confidence is not None:
+            chance = jnp.where(batch.greedy[:, None, None], right.astype(jnp.float32), overlap)
+            trust = backbone.trust(features, before)
+            metrics["trust_nats"] = self._weighted(binary_cross_entropy(trust, chance))
+            loss = loss + self.trust_weight * metrics["trust_nats"]
+        return loss, metrics
+
+    @staticmethod
+    def _pairs(
+        backbone: BlockBackbone,
+        features: jax.Array,
+        before: jax.Array,
+        candidates: jax.Array,
+        bias: jax.Array | None,
+    ) -> jax.Array:
+        """Return the scores of candidates after the true predecessor, [B, n, K, C + 1]."""
+        if bias is not None:
+            return jnp.take_along_axis(bias, candidates, axis=-1)
+        shape = (-1, features.shape[2])
+        return backbone.pair_scores(
+            features.reshape(*shape, features.shape[-1]),
+            before.reshape(*shape, 1),
+            candidates.reshape(*shape, candidates.shape[-1]),
+        ).reshape(candidates.shape)
+
+    def _selected(
+        self, scores: jax.Array, candidates: jax.Array, teacher: jax.Array, greedy: jax.Array
+    ) -> jax.Array:
+        """Return the cross entropy among the candidates, of which the last is the label."""
+        width = candidates.shape[-1] - 1
+        hit = candidates[..., :-1] == candidates[..., -1:]
+        found = jnp.any(hit, axis=-1)
+        # One entry too many: the label's own, or the last candidate that it replaces.
+        place = jnp.arange(width + 1, dtype=jnp.int32).reshape(1, 1, 1, -1)
+        spare = jnp.where(found, width, width - 1)[..., None]
+        kept = place != spare
+        index = jnp.where(found, jnp.argmax(hit, axis=-1).astype(jnp.int32), width)
+        return self._mixed(
+            jnp.where(kept, scores, MASKED),
+            index,
+            jnp.where(kept, jnp.take_along_axis(teacher, candidates, axis=-1), MASKED),
+            greedy,
+        )
 
     def chain(self, mtp: Mtp, batch: Continuations) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of an MTP head; link 0 at ``anchor - 1`` is the first draft."""

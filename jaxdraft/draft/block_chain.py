@@ -1,0 +1,85 @@
+"""Drafts chosen one after another from the scores of all tokens, each scored after its path.
+
+A lattice has scores of pairs. A recurrent head scores a token after a whole path, and so has no
+lattice; and the best tokens of a row by their logits alone need not be its best after the draft
+before. A chain scores all tokens after the drafts that were chosen, as a language model does, at
+the cost of one product with the codes of all tokens per draft.
+
+Drafts that are drawn come from the C best tokens of their step, and their distribution over those
+is reported. It depends on the drafts before, as :class:`jaxdraft.base.Support` allows, and on
+nothing drawn later: so verification is exact.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxdraft.base import Draw, Support
+from jaxdraft.draft.sampled import sampled_token
+from jaxdraft.nn.block_drafter import BlockBackbone
+from jaxdraft.ranking import best_token
+
+
+@struct.dataclass
+class Chain:
+    """Drafts that were chosen one after another."""
+
+    tokens: jax.Array  # [B, K] int32
+    finite: jax.Array  # [B] bool: the best score of every step is finite
+    support: Support | None  # None: each draft is the best token of its step
+
+    @classmethod
+    def zeros(cls, batch: int, drafts: int, candidates: int | None) -> Chain:
+        """Return a chain of zeros; ``candidates`` None: without a support."""
+        support = None
+        if candidates is not None:
+            wide = (batch, drafts, candidates)
+            support = Support(jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+        return cls(jnp.zeros((batch, drafts), jnp.int32), jnp.ones((batch,), bool), support)
+
+
+def chain(
+    backbone: BlockBackbone,
+    features: jax.Array,
+    logits: jax.Array,
+    anchor: jax.Array,
+    how: Draw | None,
+) -> Chain:
+    """Choose the best token of each step, or draw it.
+
+    Args:
+      backbone: a drafter with :meth:`BlockBackbone.step_bias`.
+      features: [B, K, D], rows of the block.
+      logits: [B, K, V'] float32, scores before any predecessor.
+      anchor: [B] int32, token before the first draft.
+      how: rules and keys of drawing; None: the best token, the lowest id of equal ones.
+    """
+
+    def step(
+        carry: tuple[jax.Array, jax.Array], here: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, Support | None]]:
+        before, memory = carry
+        number, rows, scores = here
+        bias, memory = backbone.step_bias(rows, backbone.predecessors(before), memory)
+        scores = scores + bias
+        # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
+        place = best_token(scores)
+        top = jnp.take_along_axis(scores, place[:, None], axis=-1)[:, 0]
+        support = None
+        if how is not None:
+            place, among, probs = sampled_token(scores, how, number, backbone.config.candidates)
+            support = Support(backbone.tokens(among), probs)
+        token = backbone.tokens(place)
+        return (token, memory), (token, jnp.isfinite(top), support)
+
+    batch, drafts = logits.shape[:2]
+    numbers = jnp.arange(drafts, dtype=jnp.int32)
+    steps = (numbers, jnp.swapaxes(features, 0, 1), jnp.swapaxes(logits, 0, 1))
+    start = (anchor, backbone.first_memory(batch))
+    # Written out: a loop would end a CUDA graph.
+    _, (tokens, finite, support) = lax.scan(step, start, steps, unroll=True)
+    support = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), support)
+    return Chain(jnp.swapaxes(tokens, 0, 1), jnp.all(finite, axis=0), support)
