@@ -183,6 +183,10 @@ class _Block:
         file = ModelSection(body, CONFIG, "", problems, remarks, _DRAFTER_DEFAULTS)
         self.file = file
         if "speculators_model_type" in body:
+            if "speculators" not in self.own.layouts:
+                raise file.fail(
+                    "speculators_model_type", f"none: a {kind} drafter is not read in this layout"
+                )
             self.layout: BlockLayout = "speculators"
             file.only("speculators_model_type", kind)
             file.known(_SPECULATORS | _HEAD[kind], nulls=True)
@@ -191,10 +195,6 @@ class _Block:
             self.block = file
         else:
             self._nested(body)
-        if self.layout not in self.own.layouts:
-            raise file.fail(
-                "speculators_model_type", f"none: a {kind} drafter is not read in this layout"
-            )
 
     def _nested(self, body: Mapping[str, Any]) -> None:
         """Open the settings of a nested or flat file."""

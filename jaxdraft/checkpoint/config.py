@@ -1,4 +1,4 @@
-"""``config.json`` of a target and of a block drafter: descriptions -> contents of the file.
+"""``config.json`` of a target: description -> content of the file.
 
 Settings that a layout cannot express raise ``ValueError`` here, before anything is written.
 The other direction is :mod:`convert.checkpoint.config`.

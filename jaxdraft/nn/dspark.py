@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import BlockDrafterConfig
 from jaxdraft.nn.block_drafter import BlockBackbone
-from jaxdraft.nn.linear import matmul, precision
+from jaxdraft.nn.linear import along_last, matmul, precision
 
 
 class DSpark(BlockBackbone):
@@ -57,7 +57,7 @@ class DSpark(BlockBackbone):
         # Row and code apart: in a lattice C predecessors share a row.
         gate = matmul(features, weight[:, :width], out_dtype=jnp.float32)
         gate = gate + matmul(codes, weight[:, width:], out_dtype=jnp.float32)
-        gate = jax.nn.sigmoid(gate + self.gate_bias[...].astype(jnp.float32))
+        gate = jax.nn.sigmoid(gate + along_last(self.gate_bias[...], gate))
         return gate.astype(codes.dtype) * codes
 
     def _recur(
@@ -67,7 +67,7 @@ class DSpark(BlockBackbone):
         weight = self.joint_weight[...]
         joined = [memory.astype(weight.dtype), codes, features.astype(weight.dtype)]
         mixed = matmul(jnp.concatenate(joined, axis=-1), weight, out_dtype=jnp.float32)
-        mixed = mixed + self.joint_bias[...].astype(jnp.float32)
+        mixed = mixed + along_last(self.joint_bias[...], mixed)
         keep, new, out = jnp.split(mixed, 3, axis=-1)
         keep = jax.nn.sigmoid(keep)
         memory = keep * memory + (1.0 - keep) * jnp.tanh(new)
@@ -126,4 +126,4 @@ class DSpark(BlockBackbone):
             codes = self.codes(self.markov_w1[...], previous)
             rows = jnp.concatenate([features.astype(codes.dtype), codes], axis=-1)
         found = matmul(rows, self.trust_weight[...], out_dtype=jnp.float32)
-        return (found + self.trust_bias[...].astype(jnp.float32))[..., 0]
+        return (found + along_last(self.trust_bias[...], found))[..., 0]
