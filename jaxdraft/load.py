@@ -34,7 +34,7 @@ def load(
     dtype: DTypeLike | None = None,
     packed: bool = False,
     blocked: bool = False,
-    drafter: str | Path | None = None,
+    drafter: str | Path | Model | None = None,
     revision: str | None = None,
     kernels: str | None = None,
     context_length: int | None = None,

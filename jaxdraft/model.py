@@ -8,10 +8,12 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import Drafter, Target, full_drafter
+from jaxdraft.draft.draft_model import DRAFT_MODEL, DraftModel
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
-from jaxdraft.text import Text
+from jaxdraft.target import DecoderTarget
+from jaxdraft.text import Text, shared_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,19 +81,45 @@ class Model:
         own = NoDrafter() if drafter is None else guard.check_drafter(drafter)
         return cls(target, own, info, text)
 
-    def choose(self, drafter: str | Drafter, draft_tokens: int | None = None) -> Drafter:
+    def with_draft_model(self, small: Model) -> Model:
+        """Return this model with a small language model as its drafter.
+
+        Args:
+          small: a model with the same tokens; its own drafter is not used.
+
+        Raises:
+          ValueError: the models have other tokens, or a state of ``small`` cannot be rolled back.
+        """
+        target = small.target
+        if not isinstance(target, DecoderTarget):
+            raise ValueError(
+                f"the draft model's target is a {type(target).__name__}; expected a DecoderTarget, "
+                "whose state can be rolled back to the accepted drafts"
+            )
+        draftable = shared_tokens(
+            (self.target.vocab_size, self.text), (target.vocab_size, small.text)
+        )
+        info = dataclasses.replace(self.info, drafter=DRAFT_MODEL)
+        drafter = DraftModel(target, draftable)
+        return dataclasses.replace(self, drafter=drafter, info=info)
+
+    def choose(self, drafter: str | Drafter | Model, draft_tokens: int | None = None) -> Drafter:
         """Return the drafter with the given name.
 
         Args:
           drafter: "auto", the model's own; its kind, as in ``info.drafter``; "ngram" and "none",
             which need no weights and always work; two of these joined by a plus, "ngram+auto",
-            to use the second where the first proposes nothing; or a drafter, returned as it is.
-          draft_tokens: K of the drafter: any number for "ngram" and "mtp", at most the number of
-            its block for DFlash2 and DSpark. Default: the drafter's own K.
+            to use the second where the first proposes nothing; a small language model with the same
+            tokens; or a drafter, returned as it is.
+          draft_tokens: K of the drafter: any number for "ngram" and the drafters that are chains
+            (a draft model has at most 128), at most the number of its block for others. Default:
+            the drafter's own K.
 
         Raises:
           ValueError: there is no such drafter, or its K is fixed.
         """
+        if isinstance(drafter, Model):
+            drafter = self.with_draft_model(drafter).drafter
         chosen = self._named(drafter) if isinstance(drafter, str) else drafter
         guard.check_drafter(chosen)
         if draft_tokens is None or draft_tokens == chosen.draft_tokens:

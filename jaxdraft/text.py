@@ -460,6 +460,48 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
+def shared_tokens(target: tuple[int, Text | None], small: tuple[int, Text | None]) -> int:
+    """Return the number of tokens that two models share: ids below it mean the same in both.
+
+    Vocabularies of one family are often padded to different sizes. That is no difference where
+    both tokenizers are known, and only the padding differs.
+
+    Args:
+      target: size of the target's vocabulary, and its tokenizer if there is one.
+      small: the same for the draft model.
+
+    Raises:
+      ValueError: the vocabularies differ.
+    """
+    (size, ours), (small_size, theirs) = target, small
+    both = min(size, small_size)
+    if ours is None or theirs is None:
+        if size != small_size:
+            raise ValueError(
+                f"the target has {size} tokens and the draft model {small_size}; expected as many, "
+                "since the tokenizers of both are not there to compare"
+            )
+        return both
+    words, small_words = (
+        {i: word for word, i in text.tokenizer.get_vocab(with_added_tokens=True).items()}
+        for text in (ours, theirs)
+    )
+    for i, word in sorted(words.items()):
+        other = small_words.get(i, word)
+        if other != word:
+            raise ValueError(
+                f"token {i} is {word!r} in {ours.source} and {other!r} in {theirs.source}, the "
+                "draft model's tokenizer; expected the same tokens"
+            )
+    largest = max([*words, *small_words], default=0)
+    if largest >= both:
+        raise ValueError(
+            f"the target has {size} tokens and the draft model {small_size}, and the tokenizers "
+            f"have the token {largest}; expected more tokens than that in both"
+        )
+    return both
+
+
 def _as_ids(ids: ArrayLike) -> list[int]:
     array = np.asarray(ids)
     if array.size == 0 and array.ndim == 1:

@@ -30,7 +30,7 @@ from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.recurrent import Capsule, Recurrent
 from jaxdraft.target import DecoderTarget
 
-NAME = "draft_model"
+DRAFT_MODEL = "draft_model"
 """Name of this drafter, and of its folder in a saved checkpoint."""
 
 
@@ -189,19 +189,30 @@ class DraftModel(DrafterDefaults):
         runs = jnp.where(jnp.any(unseen > 1), jnp.minimum(unseen, steps), 0)
 
         def run(model: DecoderState) -> DecoderState:
-            out = self.model.forward(window, runs, model, row=jnp.zeros_like(runs))
-            return replace(self.model.commit(out.state, runs), capsules=capsules)
+            return replace(self._read(model, window, runs), capsules=capsules)
 
-        model = lax.cond(jnp.any(runs > 0), run, lambda model: model, model)
+        some = jnp.any(runs > 0)
+        model = lax.cond(some, run, lambda model: model, model)
         last = jnp.take_along_axis(line, count[:, None], axis=1)[:, 0]
         return replace(
             state,
             model=model,
-            drafted=jnp.where((count > 0)[:, None], NO_TOKEN, state.drafted),
+            # A window may be written past the committed rows of any row.
+            drafted=jnp.where((some | (count > 0))[:, None], NO_TOKEN, state.drafted),
             pending=jnp.where(count > 0, last, state.pending),
             waits=unseen > runs,
             length=state.length + count,
         )
+
+    def _read(self, model: DecoderState, tokens: jax.Array, count: jax.Array) -> DecoderState:
+        """Run and commit ``count`` [B] of ``tokens`` [B, T], as many at once as the model takes."""
+        most = self.model.prompt_rows
+        for first in range(0, tokens.shape[1], most):
+            rows = jnp.clip(count - first, 0, most)
+            part = tokens[:, first : first + most]
+            out = self.model.forward(part, rows, model, row=jnp.zeros_like(rows))
+            model = self.model.commit(out.state, rows)
+        return model
 
     def _admitted(self, state: DraftModelState, feed: Feed) -> tuple[DraftModelState, jax.Array]:
         """Return the state with pages for the rows of a feed, and how many rows are ingested."""
