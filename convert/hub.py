@@ -31,6 +31,7 @@ from convert.paths import CONFIG, GENAI_CONFIG
 from convert.unused import TOKENIZER_FILES
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 from jaxdraft.checkpoint.layout import TARGET
+from jaxdraft.config import DRAFT_MODEL
 from jaxdraft.kinds import folders
 from jaxdraft.templates import FILES as TEMPLATE_FILES
 from jaxdraft.templates import FOLDER as TEMPLATE_FOLDER
@@ -163,7 +164,7 @@ def needed(names: Names, read_index: ReadIndex, *, weights: bool = True) -> list
     Raises:
       HubError: there is nothing that loads; the formats found are named.
     """
-    homes = ["", f"{TARGET}/", *(f"{kind}/" for kind in folders())]
+    homes = ["", f"{TARGET}/", *(f"{kind}/" for kind in (*folders(), DRAFT_MODEL))]
     homes = [home for home in homes if f"{home}{CONFIG}" in names]
     adapter = "adapter_config.json" in names
     if GENAI_CONFIG in names:

@@ -22,6 +22,9 @@ DrafterKind = Literal["dflash2", "dspark", "dflash", "eagle3", "mtp"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 BlockLayout = Literal["nested", "flat", "speculators"]
 
+DRAFT_MODEL = "draft_model"
+"""Name of a small language model as the drafter of a large one, and of its folder."""
+
 FULL_ATTENTION = -1
 """``window`` of a layer that sees every earlier key."""
 

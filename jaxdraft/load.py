@@ -5,6 +5,7 @@ The one module that imports the reading half, ``convert``, and lazily.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,11 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxdraft.base import Drafter
-from jaxdraft.config import DrafterKind
+from jaxdraft.config import DRAFT_MODEL
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn import choice
-from jaxdraft.text import Text
+from jaxdraft.text import Text, shared_tokens
 
 if TYPE_CHECKING:
     import convert
@@ -62,8 +63,9 @@ def load(
         :class:`jaxdraft.nn.linear.BlockedLinear`.
       drafter: drafter of a checkpoint: its kind, its folder, or the name of its repository;
         "smollm2" for the one that comes with this package (:data:`jaxdraft.SMOLLM2_DRAFTER`);
-        "none" to read no drafter. Default: the first available of DFlash2, DSpark and MTP. An
-        artifact has at most one.
+        "none" to read no drafter. Also a small language model with the same tokens: its folder, its
+        GGUF file, its repository, or a model that was loaded. Default: the first kind that the
+        checkpoint has; an artifact has at most one.
       revision: branch, tag or commit of a repository. Default: what ``folder`` says after an
         ``@``, else ``main``.
       kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
@@ -92,7 +94,12 @@ def load(
     kernels = choice.check(kernels)
     if packed and blocked:
         raise ValueError("packed and blocked are True; expected one of them at most")
-    home, drafter = locate(folder, revision), locate_drafter(drafter)
+    home, small = locate(folder, revision), drafter if isinstance(drafter, Model) else None
+    drafter = locate_drafter("none" if isinstance(drafter, Model) else drafter)
+    beside = _draft_model(home, drafter)
+    if beside is not None:
+        _check_tokens(home, beside)
+        drafter = "none"
     name = Path(folder).resolve().name if Path(folder).exists() else str(folder)
     loaded = load_folder(
         home,
@@ -104,7 +111,59 @@ def load(
     )
     _warn(loaded, folder)
     model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
+    if beside is not None:
+        small = load(beside, dtype=dtype, packed=packed, drafter="none", progress=progress)
+        if small.text is None:  # compared already
+            small = dataclasses.replace(small, text=model.text)
+    if small is not None:
+        model = model.with_draft_model(small)
     return choice.apply(model, kernels)
+
+
+def _draft_model(home: Path, drafter: str | Path | None) -> Path | None:
+    """Return the path of the language model that is to draft, if one is.
+
+    Without a choice it is the one in the target's folder, if there is no other drafter.
+    """
+    from convert import draft_model
+
+    if drafter is not None:
+        return draft_model.draft_model_folder(home, drafter)
+    found = draft_model.beside(home)
+    return None if found is None or drafter_kinds(home) != (DRAFT_MODEL,) else found
+
+
+def _check_tokens(home: Path, beside: Path) -> None:
+    """Check that a model and its draft model have the same tokens, before their weights are read.
+
+    Raises:
+      ValueError: they have not. Other faults of the files are left to the reading.
+    """
+    from convert import inspect_folder
+
+    reports = [inspect_folder(path, "none") for path in (home, beside)]
+    if not any(report.problems for report in reports):
+        _compare_tokens(home, beside, *reports)
+
+
+def _compare_tokens(
+    home: Path, beside: Path, target: convert.Report, small: convert.Report
+) -> None:
+    """Compare the vocabularies of a model and its draft model, of which there are reports.
+
+    Raises:
+      ValueError: they differ.
+    """
+    from convert.draft_model import beside as saved_beside
+
+    ours, theirs = _text_of(home), _text_of(beside)
+    if theirs is None and saved_beside(home) == beside:
+        theirs = ours  # saved together, with one tokenizer
+    sizes = []
+    for part in (target.target, small.target):
+        assert part is not None and part.config is not None
+        sizes.append(part.config.vocab_size)
+    shared_tokens((sizes[0], ours), (sizes[1], theirs))
 
 
 def locate(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -167,13 +226,27 @@ def inspect(
       HubError: a ``ValueError``; a repository cannot be had.
       ValueError: there is no such drafter.
     """
-    from convert import inspect_folder
+    from convert import ArtifactError, inspect_folder
 
-    home = locate(folder, revision, weights=False)
-    return inspect_folder(home, locate_drafter(drafter))
+    home, drafter = locate(folder, revision, weights=False), locate_drafter(drafter)
+    beside = _draft_model(home, drafter)
+    if beside is None:
+        return inspect_folder(home, drafter)
+    report, small = inspect_folder(home, "none"), inspect_folder(beside, "none")
+    problems = [*report.problems, *small.problems]
+    if not problems:
+        try:
+            _compare_tokens(home, beside, report, small)
+        except ValueError as error:
+            problems.append(ArtifactError(beside.name, "tokens", str(error), "the target's"))
+    part = small.target
+    if part is not None:
+        part = dataclasses.replace(part, kind=DRAFT_MODEL, file=f"{beside.name}/{part.file}")
+    notes = [*report.notes, *(f"{beside.name}/{note}" for note in small.notes)]
+    return dataclasses.replace(report, drafter=part, problems=tuple(problems), notes=tuple(notes))
 
 
-def drafter_kinds(folder: str | Path, *, revision: str | None = None) -> tuple[DrafterKind, ...]:
+def drafter_kinds(folder: str | Path, *, revision: str | None = None) -> tuple[str, ...]:
     """Return the kinds of all drafters of a checkpoint; an artifact has none to choose from.
 
     Args:
@@ -183,9 +256,11 @@ def drafter_kinds(folder: str | Path, *, revision: str | None = None) -> tuple[D
     Raises:
       ArtifactError: the target is invalid.
     """
-    from convert import drafter_kinds
+    from convert import draft_model, drafter_kinds
 
-    return drafter_kinds(locate(folder, revision))
+    home = locate(folder, revision)
+    found = drafter_kinds(home)
+    return found if draft_model.beside(home) is None else (*found, DRAFT_MODEL)
 
 
 def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
@@ -195,6 +270,14 @@ def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
         warnings.warn(
             f"{folder} has settings that are not applied:{lines}", LoadWarning, stacklevel=3
         )
+
+
+def _text_of(folder: Path) -> Text | None:
+    """Return the tokenizer of a folder, or of the target in it, if there is one."""
+    from jaxdraft.checkpoint.layout import TARGET
+
+    homes = [home for home in (folder, folder / TARGET) if (home / "tokenizer.json").exists()]
+    return Text.from_folder(homes[0]) if homes else None
 
 
 def assemble(
@@ -227,7 +310,7 @@ def assemble(
             dtype=jax.tree.leaves(own.params["norm"])[0].dtype,
         )
         drafter = KINDS[loaded.drafter_kind].make(own, **shared)
-    text = Text.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+    text = _text_of(folder)
     info = ModelInfo(
         name=name or folder.resolve().name,
         stop_ids=tuple(loaded.eos_token_ids),

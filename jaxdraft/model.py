@@ -8,7 +8,8 @@ from flax import struct
 
 from jaxdraft import guard
 from jaxdraft.base import Drafter, Target, full_drafter
-from jaxdraft.draft.draft_model import DRAFT_MODEL, DraftModel
+from jaxdraft.config import DRAFT_MODEL
+from jaxdraft.draft.draft_model import DraftModel
 from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter

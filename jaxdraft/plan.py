@@ -16,6 +16,8 @@ from jaxdraft.checks import check_int, format_bytes, parse_memory
 from jaxdraft.config import (
     TargetConfig,
 )
+from jaxdraft.draft import draft_model
+from jaxdraft.draft.links import DRAFT_TOKENS
 from jaxdraft.kinds import drafter_cost
 from jaxdraft.load import inspect
 from jaxdraft.model import Model
@@ -212,8 +214,11 @@ def _folder_costs(
     weights, cost = target.weight_bytes, None
     if drafter is not None:
         weights += drafter.weight_bytes
-        assert drafter.config is not None and not isinstance(drafter.config, TargetConfig)
-        cost = drafter_cost(drafter.config, drafter.dtype)
+        assert drafter.config is not None
+        if isinstance(drafter.config, TargetConfig):
+            cost = draft_model.cost(drafter.config, drafter.dtype, DRAFT_TOKENS)
+        else:
+            cost = drafter_cost(drafter.config, drafter.dtype)
     costs = target_costs(target.config, target.dtype, weights=weights, drafter=cost)
     defaults = {
         "max_batch": report.max_batch,

@@ -45,7 +45,7 @@ from jaxdraft.checkpoint.layout import (
     packed_of,
     target_layout,
 )
-from jaxdraft.config import DrafterKind
+from jaxdraft.config import DRAFT_MODEL, DrafterKind
 from jaxdraft.data import SMOLLM2_DRAFTER
 from jaxdraft.kinds import KINDS, block_of, folders
 
@@ -219,7 +219,12 @@ def _report_aside(prefixes: tuple[str, ...], tensors: Tensors, remarks: Remarks)
 def _report_files(home: Path, tensors: Tensors, remarks: Remarks) -> None:
     """Remark on files of the folder that are not read."""
     used = {CONFIG, GENERATION, INDEX, SINGLE, *TOKENIZER_FILES}
-    used |= {*folders(), TARGET, *(t.place.location for t in tensors.values() if t.place)}
+    used |= {
+        *folders(),
+        DRAFT_MODEL,
+        TARGET,
+        *(t.place.location for t in tensors.values() if t.place),
+    }
     report_files([path.name for path in home.iterdir()], used, home.name, remarks)
     for kind in folders():
         if (home / kind).is_dir() and not (home / kind / CONFIG).is_file():

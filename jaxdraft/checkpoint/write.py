@@ -50,9 +50,10 @@ from jaxdraft.checkpoint.layout import (
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.checkpoint.rotary import fits, recover
-from jaxdraft.config import BlockDrafterConfig, DrafterKind, MoeConfig
+from jaxdraft.config import DRAFT_MODEL, BlockDrafterConfig, DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.chain import ChainDrafter
+from jaxdraft.draft.draft_model import DraftModel
 from jaxdraft.draft.eagle3 import Eagle3Drafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.ngram import NgramDrafter
@@ -162,7 +163,7 @@ def save(
     computed = None if compute_dtype is None else float_dtype(compute_dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
-    check_free(folder, (TARGET, *kinds.folders()), overwrite=overwrite)
+    check_free(folder, (TARGET, *kinds.folders(), DRAFT_MODEL), overwrite=overwrite)
     if int8 and int4:
         raise ValueError("int8 and int4 are both True; expected at most one of them")
     bits = 4 if int4 else 8 if int8 else None
@@ -203,7 +204,9 @@ class _Folders:
         stop_ids: tuple[int, ...] | None,
         bits: int | None,
         rounded: dict[str, float],
+        home: str = TARGET,
     ):
+        self.home = home
         self.dtype, self.compute_dtype = dtype, compute_dtype
         self.ropes, self.bits, self.rounded = ropes, bits, rounded
         target = model
@@ -218,17 +221,24 @@ class _Folders:
             )
         self.target = target
         chosen = self._choose(drafters)
-        mtp = chosen.pop("mtp", None)
-        known = [TARGET, *([SLIDING] if target.config.own_tables else []), *chosen]
+        mtp, small = chosen.pop("mtp", None), chosen.pop(DRAFT_MODEL, None)
+        own = {} if small is None else {k: v for k, v in ropes.items() if k == DRAFT_MODEL}
+        ropes = {k: v for k, v in ropes.items() if k not in own}
+        known = [home, *([SLIDING] if target.config.own_tables else []), *chosen]
         unknown = sorted(set(ropes) - {*known})
         if unknown:
             raise ValueError(f"rope is given for {unknown}; expected {known}")
-        self.contents = {TARGET: self._target(mtp, stop_ids or ())}
+        self.contents = {home: self._target(mtp, stop_ids or ())}
         for kind in kinds.folders():
             if kind in chosen:
                 drafter = chosen[kind]
                 write = self._eagle3 if isinstance(drafter, Eagle3Drafter) else self._block
                 self.contents[kind] = write(drafter)
+        if small is not None:
+            inner = _Folders(
+                small.model, (), dtype, compute_dtype, own, (), bits, rounded, DRAFT_MODEL
+            )
+            self.contents |= inner.contents
 
     def _choose(self, drafters: Sequence[Drafter]) -> dict[str, Any]:
         """Return the drafters that have weights, by kind."""
@@ -236,11 +246,15 @@ class _Folders:
         for drafter in drafters:
             if isinstance(drafter, (NoDrafter, NgramDrafter)):
                 continue
+            if isinstance(drafter, DraftModel):
+                if chosen.setdefault(DRAFT_MODEL, drafter) is not drafter:
+                    raise ValueError("there are two draft models; expected one")
+                continue
             kind = kind_of(drafter)
             if kind is None:
                 raise ValueError(
                     f"a drafter is a {type(drafter).__name__}; expected a BlockDrafter, an "
-                    "Eagle3Drafter, an MtpDrafter, or one without weights"
+                    "Eagle3Drafter, an MtpDrafter, a DraftModel, or one without weights"
                 )
             if chosen.setdefault(kind, drafter) is not drafter:
                 raise ValueError(
@@ -295,11 +309,11 @@ class _Folders:
             stop_ids=stop_ids,
             int4=bits == 4,
         )
-        tensors = list(self._tensors(TARGET, target_layout(config, family), found, bits))
+        tensors = list(self._tensors(self.home, target_layout(config, family), found, bits))
         if mtp is not None:
             head = _parameters(mtp.mtp.params)
             _check_tables("mtp", head, ropes[0])
-            tensors += self._tensors(TARGET, mtp_layout(mtp.config), head, bits)
+            tensors += self._tensors(self.home, mtp_layout(mtp.config), head, bits)
         if family.tower:
             for name, shape in config_json.vision_tower(config).items():
                 zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
@@ -362,7 +376,7 @@ class _Folders:
     def _target_ropes(self, found: Parameters) -> list[Rope]:
         """Return the embeddings of the target: of all layers, or without and with a window."""
         config = self.target.config
-        ropes = [self._rope(TARGET, found, config.rope)]
+        ropes = [self._rope(self.home, found, config.rope)]
         if config.own_tables:
             ropes.append(self._rope(SLIDING, found, config.sliding_rope, ROTARY[1]))
         return ropes

@@ -30,9 +30,6 @@ from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.recurrent import Capsule, Recurrent
 from jaxdraft.target import DecoderTarget
 
-DRAFT_MODEL = "draft_model"
-"""Name of this drafter, and of its folder in a saved checkpoint."""
-
 
 @struct.dataclass
 class DraftModelState:
