@@ -67,7 +67,7 @@ def load_folder(
     *,
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
     context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
@@ -86,7 +86,7 @@ def load_folder(
       FileNotFoundError: there is no such folder.
       ValueError: an argument does not apply to this kind of folder.
     """
-    options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, packed=packed, progress=progress)
+    options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, progress=progress)
     if not is_checkpoint(folder):
         from convert.artifact.load import load_artifact
 
@@ -94,10 +94,10 @@ def load_folder(
             raise ValueError(
                 f"context_length is {context_length}; an ONNX artifact has the tables of its own"
             )
-        return load_artifact(folder, **options)
+        return load_artifact(folder, packed=bool(packed), **options)
     from convert.checkpoint.load import load_checkpoint
 
-    return load_checkpoint(folder, context_length=context_length, **options)
+    return load_checkpoint(folder, context_length=context_length, packed=packed, **options)
 
 
 def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,9 @@ from jax.typing import DTypeLike
 from convert.build import Path
 from convert.recipes import Piece, Recipe, as_float32, convert_into
 from convert.tensors import Array, Tensor
+from jaxdraft.nn.experts import PackedExperts
 from jaxdraft.nn.linear import Embedding, Linear
+from jaxdraft.nn.mlp import Moe
 from jaxdraft.nn.packed import PARTS, PackedEmbedding, PackedLinear, PackedRows
 
 _CHUNK = 1 << 20
@@ -150,6 +152,8 @@ def _table(bits: int, values: str) -> Array:
     if values == "e4m3":
         return byte.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
     each = byte[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
+    if values == "e2m1":
+        return each.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     return each.astype(np.float32)
 
 
@@ -197,18 +201,23 @@ class _Part:
 
 
 def pack(
-    module: nnx.Module, recipes: Mapping[Path, Recipe], dtype: DTypeLike
+    module: nnx.Module,
+    recipes: Mapping[Path, Recipe],
+    dtype: DTypeLike,
+    kinds: Collection[str] | None = None,
 ) -> dict[Path, Recipe]:
     """Keep matrices packed wherever ``module`` has one whose pieces are all quantized.
 
     Pieces that are stored alike become one :class:`~jaxdraft.nn.packed.PackedLinear`. Others, as
     queries in four bits beside values in six, become a :class:`~jaxdraft.nn.packed.PackedRows` of
-    several. Embeddings become a :class:`~jaxdraft.nn.packed.PackedEmbedding`.
+    several. Embeddings become a :class:`~jaxdraft.nn.packed.PackedEmbedding`, and experts that are
+    all stored alike :class:`~jaxdraft.nn.experts.PackedExperts`.
 
     Args:
       module: an abstract module; changed in place.
       recipes: of its parameters.
       dtype: type of its products.
+      kinds: kinds of values that stay packed. Default: all.
 
     Returns:
       The recipes of the changed module.
@@ -216,10 +225,16 @@ def pack(
     made: dict[Path, Recipe] = {}
     for path, recipe in recipes.items():
         pieces = [piece.source for piece in recipe.pieces if isinstance(piece, Quantized)]
-        place = _place(module, path)
-        loose = len(pieces) < len(recipe.pieces) or any(source.loose for source in pieces)
-        if place is None or loose:
+        loose = len(pieces) < len(recipe.pieces) or not all(
+            not source.loose and (kinds is None or source.values in kinds) for source in pieces
+        )
+        if loose:
             made[path] = recipe
+            continue
+        experts = _pack_experts(module, path, recipe, pieces, dtype)
+        place = _place(module, path)
+        if place is None:
+            made |= {path: recipe} if experts is None else experts
             continue
         parent, name, old = place
         runs = _runs(pieces)
@@ -236,13 +251,46 @@ def pack(
     return made
 
 
+def _pack_experts(
+    module: nnx.Module, path: Path, recipe: Recipe, pieces: Sequence[Source], dtype: DTypeLike
+) -> dict[Path, Recipe] | None:
+    """Put packed matrices of experts into ``module``, and return the recipes of their arrays.
+
+    None: the parameter holds no experts, or they are not all stored alike.
+    """
+    if not pieces or len(recipe.shape) != 3 or len(path) < 2:
+        return None
+    parent = _at(module, path[:-1])
+    ordered = any(source.order is not None for source in pieces)
+    if not isinstance(parent, Moe) or ordered or len(_runs(pieces)) > 1:
+        return None
+    count, outputs, _ = recipe.shape
+    packed, parts = _build(PackedLinear, pieces, dtype)
+    parts = {
+        name: Recipe.stack((count, part.shape[0] // count, *part.shape[1:]), part.pieces)
+        for name, part in parts.items()
+    }
+    arrays = {
+        name: jax.ShapeDtypeStruct(part.shape, pieces[0].types[name])
+        for name, part in parts.items()
+    }
+    form = dataclasses.replace(packed.form, outputs=outputs)
+    setattr(parent, str(path[-1]), PackedExperts(arrays, form))
+    return {(*path, name): part for name, part in parts.items()}
+
+
+def _at(module: nnx.Module, path: Path) -> Any:
+    parent: Any = module
+    for key in path:
+        parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+    return parent
+
+
 def _place(module: nnx.Module, path: Path) -> tuple[Any, str, Any] | None:
     """Return the module that owns a matrix, the matrix's name in it, and its present module."""
     if path[-1] != "weight" or len(path) < 2:
         return None
-    parent: Any = module
-    for key in path[:-2]:
-        parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+    parent = _at(module, path[:-2])
     name = str(path[-2])
     old = getattr(parent, name, None)
     return (parent, name, old) if type(old) in (Linear, Embedding) else None

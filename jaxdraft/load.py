@@ -33,7 +33,7 @@ def load(
     folder: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
     blocked: bool = False,
     drafter: str | Path | Model | None = None,
     revision: str | None = None,
@@ -54,9 +54,9 @@ def load(
         a repository of the Hugging Face hub; see :func:`locate`.
       dtype: type of the weights and activations. Default: the artifact's own.
       packed: whether to keep quantized matrices packed and dequantize them inside every product,
-        to the same numbers; see :mod:`jaxdraft.nn.packed`. Of a checkpoint, head and embedding stay
-        packed, too, where the files quantize them. Experts are dequantized on load, and of an
-        artifact head and embedding.
+        to the same numbers; see :mod:`jaxdraft.nn.packed`. Of a checkpoint, head, embedding and
+        experts stay packed, too, where the files quantize them. Of an artifact these are
+        dequantized on load. Default: False, but experts in MXFP4 (gpt-oss) stay packed.
       blocked: whether to keep the target's matrices in blocks, too, which takes twice the memory.
         On CPUs it makes windows of two to six rows (one request with one to five drafts) cheaper:
         up to five rows cost little more than one. See

@@ -23,7 +23,7 @@ def load_checkpoint(
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
     context_length: int | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Read the checkpoint of a target, and of one of its drafters.
@@ -38,7 +38,8 @@ def load_checkpoint(
       dtype: float dtype of weights and activations. Default: as in ``config.json``, else the
         stored one, for the target and for the drafter on its own.
       context_length: maximum length of a sequence; see :func:`jaxdraft.load`.
-      packed: keep quantized matrices packed in memory; see :func:`convert.packed.pack`.
+      packed: keep quantized matrices packed in memory; see :func:`convert.packed.pack`. Default:
+        those in MXFP4 alone.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:

@@ -10,6 +10,7 @@ A matrix ``X.weight`` [out, in] in groups of g inputs, b bits per value, n = 32 
 | fp8 | ``X.weight`` float8 e4m3, ``X.weight_scale_inv`` [out / r, in / g], a factor in spite of its name |
 | awq | ``X.qweight`` int32 [in, out / n], ``X.qzeros`` int32 [in / g, out / n], ``X.scales`` [in / g, out]; the nibbles of a word, low first, are columns 0 2 4 6 1 3 5 7 |
 | gptq | ``X.qweight`` int32 [in / n, out], ``X.qzeros`` as above, low bits first and one lower, ``X.scales``, ``X.g_idx`` int32 [in] |
+| mxfp4 | experts ``X`` [E, in, out]: ``X_blocks`` uint8 [E, out, in / 32, 16], low half first, and ``X_scales`` uint8 [E, out, in / 32], exponents and 127 |
 
 Where one scale is for a whole row, or for all, the last axis is 1, or absent.
 """  # noqa: E501 - a table
@@ -19,17 +20,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from convert.checkpoint.quantization import Scheme
 from convert.packed import Source, pack_values
-from convert.tensors import FLOAT8, FLOATS, INT8, INT32, INT64, Array, Tensor
-from jaxdraft.checkpoint.layout import packed_of, scales_of, shape_of
+from convert.tensors import FLOAT8, FLOATS, INT8, INT32, INT64, UINT8, Array, Tensor
+from jaxdraft.checkpoint.forms import Form
+from jaxdraft.checkpoint.layout import blocks_of, packed_of, scales_of, shape_of
 
 Tensors = Mapping[str, Tensor]
 
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of a word that holds column 0, 1, ... of its eight."""
+
+_POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
+"""Powers of two, stored as the exponent and 127."""
 
 _UINT8, _INT16 = np.dtype(np.uint8), np.dtype(np.int16)
 
@@ -57,6 +63,9 @@ def companions(scheme: Scheme, name: str) -> dict[str, str]:
             "zeros": f"{stem}.qzeros",
             **({"groups": f"{stem}.g_idx"} if scheme.layout == "gptq" else {}),
         }
+    if scheme.layout == "mxfp4":
+        values, scales = blocks_of(name)
+        return {"values": values, "scales": scales}
     if scheme.layout == "fp8":
         return {"values": name, "scales": f"{name}_scale_inv"}
     found = {"values": name, "scales": scales_of(name)}
@@ -78,6 +87,8 @@ def is_quantized(scheme: Scheme, name: str, tensors: Tensors) -> bool:
 
 def expected(scheme: Scheme, name: str, shape: tuple[int, ...]) -> dict[str, Expected]:
     """Return what the tensors of a quantized matrix have to be, by name."""
+    if scheme.layout == "mxfp4":
+        return _expected_experts(scheme, name, shape)
     rows, columns = shape
     names, bits, each = companions(scheme, name), scheme.bits, 32 // scheme.bits
     group = scheme.group or columns
@@ -116,6 +127,20 @@ def expected(scheme: Scheme, name: str, shape: tuple[int, ...]) -> dict[str, Exp
         wanted = f"groups of {group} that make {columns} inputs"
         found[names["scales"]] = Expected((), (), wanted)
     return found
+
+
+def _expected_experts(scheme: Scheme, name: str, shape: tuple[int, ...]) -> dict[str, Expected]:
+    names, group = companions(scheme, name), scheme.group or 32
+    experts, columns, rows = shape
+    if columns % group:
+        wanted = f"groups of {group} that make {columns} inputs"
+        return {each: Expected((), (), wanted) for each in names.values()}
+    blocks = (experts, rows, columns // group)
+    note = f", two of {group} numbers in one"
+    return {
+        names["values"]: Expected.of(*blocks, group // 2, types=(UINT8,), note=note),
+        names["scales"]: Expected.of(*blocks, types=(UINT8,)),
+    }
 
 
 _COUNTS = {4: "four", 8: "eight", 16: "sixteen"}
@@ -164,6 +189,42 @@ def source(scheme: Scheme, name: str, shape: tuple[int, ...], tensors: Tensors) 
     made = makers[scheme.layout](scheme, (shape[0], shape[1]), stored)
     groups = groups_of(scheme, name, tensors)
     return made if groups is None else reordered(made, groups, stored["groups"])
+
+
+def experts_source(
+    scheme: Scheme, name: str, shape: tuple[int, ...], form: Form, tensors: Tensors
+) -> Source:
+    """Return the matrices of all experts, one below the other, as one quantized matrix.
+
+    Args:
+      scheme: the layout "mxfp4".
+      name: name of the experts' tensor, if it were not quantized.
+      shape: its shape, [E, in, out].
+      form: its form; with ``ALTERNATING`` the rows of gate and up are stored in turn.
+      tensors: stored tensors, by name.
+    """
+    names = companions(scheme, name)
+    values, scales = tensors[names["values"]], tensors[names["scales"]]
+    experts, columns, rows = shape
+
+    def read(part: str, start: int, stop: int) -> Array:
+        expert, row = np.divmod(np.arange(start, stop), rows)
+        if form is Form.ALTERNATING:  # example, 6 rows: 0 2 4 are gates, 1 3 5 are up
+            row = row % (rows // 2) * 2 + row // (rows // 2)
+        if part == "weight_q":
+            return values.read()[expert, row]
+        return scales.read()[expert, row].view(_POWERS)
+
+    return Source(
+        outputs=experts * rows,
+        inputs=columns,
+        bits=scheme.bits,
+        block=scheme.group or 32,
+        types={"weight_q": _UINT8, "scales": _POWERS},
+        read=read,
+        tensors={"weight_q": (values,), "scales": (scales,)},
+        values="e2m1",
+    )
 
 
 def _source(

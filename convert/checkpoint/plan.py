@@ -78,7 +78,7 @@ def plan_checkpoint(
     *,
     numbers: bool = True,
     context_length: int | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> CheckpointPlan:
     """Read configurations and headers, for loading and for reports, which judge by the same rules.
 
@@ -87,7 +87,7 @@ def plan_checkpoint(
       numbers: whether to read a drafter's copies of the target's tensors and compare them. Without,
         a target without weights is enough.
       context_length: as in :func:`~convert.checkpoint.load.load_checkpoint`.
-      packed: keep quantized matrices packed.
+      packed: keep quantized matrices packed; None: those in MXFP4 alone.
 
     Raises:
       ValueError: there is no such drafter.
@@ -116,7 +116,7 @@ def plan_checkpoint(
 
 
 def _add_shells(
-    plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None, packed: bool
+    plan: CheckpointPlan, target: TargetFolder, dtype: DTypeLike | None, packed: bool | None
 ) -> None:
     facts, config = target.facts, plan.config
     assert config is not None

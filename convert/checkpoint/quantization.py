@@ -15,7 +15,9 @@ from typing import Literal
 from convert.json_reader import Section
 from convert.unused import QUANTIZATION_KEYS
 
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8", "awq", "gptq"]
+Layout = Literal[
+    "pack-quantized", "int-quantized", "float-quantized", "fp8", "awq", "gptq", "mxfp4"
+]
 
 _FORMATS: Mapping[str, tuple[Layout, ...]] = {
     "pack-quantized": ("pack-quantized",),
@@ -34,7 +36,6 @@ _NEEDED = {
     "higgs": "codebooks of vectors",
     "hqq": "meta tensors with their own packing",
     "modelopt": "NVFP4: four-bit floats with a scale per block and one per tensor",
-    "mxfp4": "four-bit floats, which are read for the experts of gpt-oss alone",
     "quanto": "its own classes of tensors",
     "quip": "incoherence transforms",
     "torchao": "its own classes of tensors",
@@ -112,7 +113,13 @@ def read_quantization(section: Section) -> Quantized:
       ArtifactError: a method, a format or a setting is not implemented.
     """
     method = section.body.get("quant_method")
-    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq}
+    readers = {
+        "compressed-tensors": _compressed,
+        "fp8": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }
     if not isinstance(method, str) or method not in readers:
         needed = f" ({method} needs {_NEEDED[method]})" if method in _NEEDED else ""
         names = [f'"{name}"' for name in readers]
@@ -230,6 +237,12 @@ def _gptq(section: Section) -> Quantized:
         reordered=section.body.get("desc_act") is True,
     )
     return Quantized((scheme,))
+
+
+def _mxfp4(section: Section) -> Quantized:
+    section.inert("modules_to_not_convert")  # the tensors show which experts are quantized
+    section.only("dequantize", False)  # a choice of transformers when it loads
+    return Quantized((Scheme(layout="mxfp4", bits=4, group=32),))
 
 
 def _group(section: Section) -> int | None:

@@ -14,6 +14,7 @@ from convert.checkpoint.packings import (
     Expected,
     companions,
     expected,
+    experts_source,
     groups_of,
     is_quantized,
     optional,
@@ -36,6 +37,9 @@ HEAD = "lm_head.weight"
 INTEGERS: Mapping[Form, tuple[int, ...]] = {Form.OFFSETS: (INT64,)}
 """Forms that are not floats, and their stored types."""
 
+PACKED = ("e2m1",)
+"""Kinds of values that stay packed unless the caller asks for floats: four times as many bytes."""
+
 _NAMED = 20
 """Maximum number of problems reported one by one."""
 
@@ -55,9 +59,12 @@ def _scheme(
     name: str, shape: tuple[int, ...], tensors: Tensors, quantized: Quantized | None
 ) -> Scheme | None:
     """Return how a matrix is quantized: some of its quantized tensors are present."""
-    if quantized is None or len(shape) != 2 or not name.endswith(".weight"):
+    if quantized is None:
         return None
     scheme = quantized.scheme(name)
+    experts = scheme.layout == "mxfp4" and len(shape) == 3
+    if not experts and (len(shape) != 2 or not name.endswith(".weight")):
+        return None
     return scheme if is_quantized(scheme, name, tensors) else None
 
 
@@ -189,6 +196,8 @@ def _report_type(problems: Problems, tensor: Tensor, types: Collection[int]) -> 
 
 def _piece(part: StoredTensor, form: Form, tensors: Tensors, quantized: Quantized | None) -> Piece:
     scheme = _scheme(part.name, part.shape, tensors, quantized)
+    if scheme is not None and scheme.layout == "mxfp4":
+        return QuantizedPiece(experts_source(scheme, part.name, part.shape, form, tensors))
     if scheme is not None:
         return QuantizedPiece(source(scheme, part.name, part.shape, tensors))
     tensor = tensors[part.name]
@@ -216,13 +225,13 @@ def make_shell(
     dtype: DTypeLike,
     file: str,
     quantized: Quantized | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> Shell:
     """Return the module without numbers, and the recipe of each parameter.
 
     ``tables`` makes the cosines and sines of each module that
     :data:`~jaxdraft.checkpoint.layout.ROTARY` names. With ``packed``, quantized matrices stay
-    packed; see :func:`convert.packed.pack`.
+    packed; with None, those of :data:`PACKED` alone; see :func:`convert.packed.pack`.
     """
     made = abstract(module, config, dtype)
     structure, wanted = split(made)
@@ -240,8 +249,8 @@ def make_shell(
             table = functools.partial(_table, tables[str(path[0])], ("cos", "sin").index(path[1]))
             recipes[path] = Recipe.of(Made(wanted[path].shape, table))
     check(file, wanted, recipes)
-    if packed:
-        recipes = pack(made, recipes, dtype)
+    if packed is not False:
+        recipes = pack(made, recipes, dtype, PACKED if packed is None else None)
         structure, wanted = split(made)
         check(file, wanted, recipes)
     return Shell(structure, wanted, recipes)

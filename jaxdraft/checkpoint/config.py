@@ -243,6 +243,18 @@ def quantization_json(bits: int, ignore: Sequence[str] = ()) -> Json:
     }
 
 
+MXFP4: Json = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
+"""``quantization_config`` of experts in MXFP4, as gpt-oss has it."""
+
+
 def check_target(
     config: TargetConfig, family: Family, ropes: Sequence[Rope], mtp: MtpConfig | None
 ) -> None:

@@ -57,10 +57,14 @@ def lay_out(values: Array, form: Form) -> Array:
       values: [E, X, Y], or [E, X].
       form: one of :data:`LAID_OUT`.
     """
-    if form is Form.ALTERNATING:
-        pairs = values.reshape(values.shape[0], 2, -1, *values.shape[2:])
-        values = np.swapaxes(pairs, 1, 2).reshape(values.shape)
+    values = alternate(values) if form is Form.ALTERNATING else values
     return values.swapaxes(1, 2) if values.ndim == 3 else values
+
+
+def alternate(values: Array) -> Array:
+    """Put the first and the second half of axis 1 in turn."""
+    halves = values.reshape(values.shape[0], 2, -1, *values.shape[2:])
+    return np.swapaxes(halves, 1, 2).reshape(values.shape)
 
 
 def take_in(stored: Array, form: Form) -> Array:

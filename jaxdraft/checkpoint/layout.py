@@ -224,6 +224,11 @@ def packed_of(name: str) -> str:
     return f"{name}_packed"
 
 
+def blocks_of(name: str) -> tuple[str, str]:
+    """Names of the numbers and of the scales of experts in MXFP4."""
+    return f"{name}_blocks", f"{name}_scales"
+
+
 def shape_of(name: str) -> str:
     """Return the name of the stored shape of a matrix in four bits."""
     return f"{name}_shape"

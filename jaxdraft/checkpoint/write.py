@@ -24,6 +24,7 @@ from jaxdraft.checkpoint.forms import (
     INT4_GROUP,
     LAID_OUT,
     Form,
+    alternate,
     difference,
     encode,
     float_dtype,
@@ -40,6 +41,7 @@ from jaxdraft.checkpoint.layout import (
     Entry,
     StoredTensor,
     block_layout,
+    blocks_of,
     eagle3_layout,
     is_matrix,
     mtp_layout,
@@ -309,7 +311,10 @@ class _Folders:
             stop_ids=stop_ids,
             int4=bits == 4,
         )
-        tensors = list(self._tensors(self.home, target_layout(config, family), found, bits))
+        layout = target_layout(config, family)
+        if any(_in_mxfp4(entry, found) for entry in layout):
+            body["quantization_config"] = config_json.MXFP4
+        tensors = list(self._tensors(self.home, layout, found, bits))
         if mtp is not None:
             head = _parameters(mtp.mtp.params)
             _check_tables("mtp", head, ropes[0])
@@ -404,12 +409,17 @@ class _Folders:
     ) -> Iterator[Tensor]:
         """Yield the tensors of a layout, checked to use every parameter exactly once."""
         stored = {path for path in found if path[0] not in ROTARY}
-        for path in sorted(stored - {entry.path for entry in layout}, key=str):
+        packed = [_in_mxfp4(entry, found) for entry in layout]
+        known = {entry.path for entry in layout}.union(*packed)
+        for path in sorted(stored - known, key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
             raise ValueError(
                 f"{folder}: parameter {_dotted(path)} has no place in the layout{hint}"
             )
-        for entry in layout:
+        for entry, parts in zip(layout, packed, strict=True):
+            if parts:
+                yield from _experts_in_mxfp4(entry, *(found[path] for path in parts))
+                continue
             label = f"{folder}: parameter {_dotted(entry.path)}"
             leaf = found.get(entry.path)
             if leaf is None:
@@ -493,6 +503,24 @@ class _Folders:
             return np.ascontiguousarray(stored.reshape(tensor.shape))
 
         return make
+
+
+def _in_mxfp4(entry: Entry, found: Parameters) -> tuple[ParameterPath, ...]:
+    """Return the parameters of experts that are packed in MXFP4; empty: they are not."""
+    paths = (*entry.path, "weight_q"), (*entry.path, "scales")
+    there = entry.form in LAID_OUT and all(path in found for path in paths)
+    return paths if there and found[paths[1]].dtype == jnp.float8_e8m0fnu else ()
+
+
+def _experts_in_mxfp4(entry: Entry, values: Any, scales: Any) -> Iterator[Tensor]:
+    """Return two tensors of bytes: numbers and scales, whatever dtype is asked for."""
+    for name, leaf in zip(blocks_of(entry.tensors[0].name), (values, scales), strict=True):
+
+        def make(leaf: Any = leaf) -> np.ndarray:
+            stored = np.asarray(leaf).view(np.uint8)
+            return alternate(stored) if entry.form is Form.ALTERNATING else stored
+
+        yield Tensor(name, leaf.shape, np.dtype(np.uint8), make)
 
 
 def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndarray:
