@@ -17,6 +17,9 @@ from tests.hub import helpers
 WORDS = {
     "gemma3_multimodal": "gemma3, window 10, scores times 0.218218, linear, gelu_tanh, pictures",
     "gemma3_text_new": "gemma3_text, sliding 2, window 12, base 10,000, base 1,000,000, 8.0",
+    "gpt_oss_bf16": "gpt_oss, biases of q, k, v, o, sinks, window 8, yarn, factor 32, clamped at 7",
+    "gpt_oss_mxfp4": "gpt_oss, sinks, 2 of 4 experts of 96, router bias, biases, UINT8",
+    "qwen3_moe_mixed": "qwen3_moe, 2 of 4 experts of 28, softmax over all, dense_layers [1]",
     "glm4": "glm4, 8 channels rotated in pairs, biases of q, k, v, before and after each part",
     "llama32_tied": "llama, llama3, factor 32, 128 positions before",
     "mistral_v01": "mistral, window 16",
