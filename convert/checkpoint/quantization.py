@@ -27,6 +27,9 @@ _FORMATS: Mapping[str, tuple[Layout, ...]] = {
 }
 """Formats of compressed-tensors, and their layouts for integers and for floats."""
 
+_BITS = (2, 4, 8)
+"""Bits of packed integers."""
+
 _NEEDED = {
     "aqlm": "codebooks of vectors",
     "bitsandbytes": "NF4 and LLM.int8 numbers with their own tables and outliers",
@@ -172,7 +175,7 @@ def _weights(weights: Section, layouts: tuple[Layout, ...]) -> Scheme:
     kind = str(weights.body.get("type"))
     floats = kind == "float"
     layout = kinds.get(kind, "int-quantized")
-    weights.only("num_bits", *((4, 8) if packed else (8,)))
+    weights.only("num_bits", *(_BITS if packed else (8,)))
     weights.only("dynamic", False)
     weights.only("symmetric", True, *([] if floats else [False]))
     weights.only("actorder", None, "static", "weight", *(["group"] if packed else []))
@@ -192,7 +195,7 @@ def _weights(weights: Section, layouts: tuple[Layout, ...]) -> Scheme:
     weights.report_unread(QUANTIZATION_KEYS)
     return Scheme(
         layout=layout,
-        bits=8 if weights.body.get("num_bits") == 8 else 4,
+        bits=bits if (bits := weights.body.get("num_bits")) in _BITS else 8,
         group=group,
         rows=rows,
         zeros=weights.body.get("symmetric") is False,
@@ -230,7 +233,7 @@ def _gptq(section: Section) -> Quantized:
     bits = section.integer("bits")
     scheme = Scheme(
         layout="gptq",
-        bits=bits if bits in (2, 4, 8) else 4,
+        bits=bits if bits in _BITS else 4,
         group=_group(section),
         zeros=True,
         lowered=section.body.get("checkpoint_format") != "gptq_v2",

@@ -24,7 +24,6 @@ from jaxdraft.checkpoint.forms import (
     INT4_GROUP,
     LAID_OUT,
     Form,
-    alternate,
     difference,
     encode,
     float_dtype,
@@ -41,7 +40,6 @@ from jaxdraft.checkpoint.layout import (
     Entry,
     StoredTensor,
     block_layout,
-    blocks_of,
     eagle3_layout,
     is_matrix,
     mtp_layout,
@@ -51,6 +49,15 @@ from jaxdraft.checkpoint.layout import (
     target_layout,
 )
 from jaxdraft.checkpoint.layout import Path as ParameterPath
+from jaxdraft.checkpoint.packed import (
+    Scheme,
+    experts_in_mxfp4,
+    in_mxfp4,
+    packed_parts,
+    quantization_json,
+    rows_of,
+    same_table,
+)
 from jaxdraft.checkpoint.rotary import fits, recover
 from jaxdraft.config import DRAFT_MODEL, BlockDrafterConfig, DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
@@ -62,7 +69,8 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kinds import KINDS, kind_of
 from jaxdraft.model import Model
-from jaxdraft.nn.linear import BlockedLinear
+from jaxdraft.nn.linear import BlockedLinear, Frozen
+from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
 
@@ -82,6 +90,9 @@ SLIDING = "sliding"
 """Name for the rotary embedding of a target's layers with a window, if they have their own."""
 
 Parameters = Mapping[ParameterPath, Any]
+
+Schemes = dict[str, Scheme]
+"""How packed matrices are stored, by the name of their module."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,16 +281,15 @@ class _Folders:
 
         These are the taps, and embedding and head unless the drafter has its own.
         """
-        config, params = self.target.config, self.target.decoder.params
-        embedding = params["embed"]["weight"]
-        head = embedding if config.tied else params["head"]["weight"]
+        config, decoder = self.target.config, self.target.decoder()
+        embedding, head = decoder.embed.table, decoder.head_weight
         for what, theirs, ours in (
             ("embedding", drafter.embedding, embedding),
             ("head", drafter.head, _rows_of(head, drafter)),
         ):
             if theirs is None:  # it has one of its own
                 continue
-            if theirs is not ours and not np.array_equal(np.asarray(theirs), np.asarray(ours)):
+            if not same_table(theirs, ours):
                 raise ValueError(
                     f"{kind}: the {what} is not the target's, and the layout has no tensor for "
                     "another"
@@ -295,7 +305,7 @@ class _Folders:
                 raise ValueError(f"{kind}: {field} is {theirs}; expected {ours}, the target's")
 
     def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Content:
-        config, found = self.target.config, _parameters(self.target.decoder.params)
+        config, found = self.target.config, _parameters(self.target.decoder)
         family = config_json.family_of(config)
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
         if bits and isinstance(config.mlp, MoeConfig):
@@ -311,24 +321,26 @@ class _Folders:
             stop_ids=stop_ids,
             int4=bits == 4,
         )
+        schemes: Schemes = {}
         layout = target_layout(config, family)
-        if any(_in_mxfp4(entry, found) for entry in layout):
+        if any(in_mxfp4(entry, found) for entry in layout):
             body["quantization_config"] = config_json.MXFP4
-        tensors = list(self._tensors(self.home, layout, found, bits))
+        tensors = list(self._tensors(self.home, layout, found, bits, schemes))
         if mtp is not None:
-            head = _parameters(mtp.mtp.params)
+            head = _parameters(mtp.mtp)
             _check_tables("mtp", head, ropes[0])
-            tensors += self._tensors(self.home, mtp_layout(mtp.config), head, bits)
+            tensors += self._tensors(self.home, mtp_layout(mtp.config), head, bits, schemes)
         if family.tower:
             for name, shape in config_json.vision_tower(config).items():
                 zeros = lambda shape=shape: np.zeros(shape, stored)  # noqa: E731
                 tensors.append(Tensor(name, shape, stored, zeros))
         generation = config_json.generation_json(stop_ids)
+        body |= quantization_json(schemes)
         json = {"config.json": body, "generation_config.json": generation}
         return _Content(json, tuple(tensors))
 
     def _block(self, drafter: BlockDrafter) -> _Content:
-        config, found = drafter.config, _parameters(drafter.backbone.params)
+        config, found = drafter.config, _parameters(drafter.backbone)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
         body = block_json(
@@ -338,15 +350,17 @@ class _Folders:
             dtype=(self.compute_dtype or stored).name,
             bits=self.bits,
         )
-        tensors = list(self._tensors(config.kind, block_layout(config), found, self.bits))
+        schemes: Schemes = {}
+        layout = block_layout(config)
+        tensors = list(self._tensors(config.kind, layout, found, self.bits, schemes))
         if config.own_head:
             tensors.append(_members(found[("vocabulary",)], config.vocab_size))
         if config.layout == "flat":
             tensors += self._copies(config)
-        return _Content({"config.json": body}, tuple(tensors))
+        return _Content({"config.json": body | quantization_json(schemes)}, tuple(tensors))
 
     def _eagle3(self, drafter: Eagle3Drafter) -> _Content:
-        config, found = drafter.config, _parameters(drafter.eagle3.params)
+        config, found = drafter.config, _parameters(drafter.eagle3)
         rope = self._rope(config.kind, found, config.rope)
         body = eagle3_json(
             config,
@@ -356,20 +370,23 @@ class _Folders:
             dtype=(self.compute_dtype or self._stored(drafter.dtype)).name,
             bits=self.bits,
         )
-        tensors = list(self._tensors(config.kind, eagle3_layout(config), found, self.bits))
+        schemes: Schemes = {}
+        layout = eagle3_layout(config)
+        tensors = list(self._tensors(config.kind, layout, found, self.bits, schemes))
         if config.draft_vocab_size is not None:
             tensors.append(_members(found[("vocabulary",)], config.vocab_size))
-        return _Content({"config.json": body}, tuple(tensors))
+        return _Content({"config.json": body | quantization_json(schemes)}, tuple(tensors))
 
     def _copies(self, config: BlockDrafterConfig) -> Iterator[Tensor]:
         """Return the target's embedding and head, of which flat files have copies."""
-        params = self.target.decoder.params
-        embedding = params["embed"]["weight"]
-        head = embedding if self.target.config.tied else params["head"]["weight"]
-        arrays = {"embed_tokens.weight": embedding}
+        decoder = self.target.decoder()
+        embedding, head = decoder.embed.table, decoder.head_weight
+        arrays: dict[str, Any] = {"embed_tokens.weight": embedding}
         if not config.own_head:
             arrays["lm_head.weight"] = head
         for name, array in arrays.items():
+            if isinstance(array, PackedMatrix):
+                raise ValueError(f"{config.kind}: {name} is the target's, which is packed")
             part, stored = StoredTensor(name, array.shape), self._stored(array.dtype)
             make = self._maker(config.kind, array, Form.PLAIN, 0, part, stored)
             yield Tensor(name, array.shape, stored, make)
@@ -405,11 +422,19 @@ class _Folders:
         return rope
 
     def _tensors(
-        self, folder: str, layout: Sequence[Entry], found: Parameters, bits: int | None = None
+        self,
+        folder: str,
+        layout: Sequence[Entry],
+        found: Parameters,
+        bits: int | None,
+        schemes: Schemes,
     ) -> Iterator[Tensor]:
-        """Yield the tensors of a layout, checked to use every parameter exactly once."""
+        """Yield the tensors of a layout, checked to use every parameter exactly once.
+
+        Modules whose matrices are packed are added to ``schemes``.
+        """
         stored = {path for path in found if path[0] not in ROTARY}
-        packed = [_in_mxfp4(entry, found) for entry in layout]
+        packed = [in_mxfp4(entry, found) for entry in layout]
         known = {entry.path for entry in layout}.union(*packed)
         for path in sorted(stored - known, key=str):
             hint = "; load without packed=True" if path[-1] in ("weight_q", "scales") else ""
@@ -418,7 +443,7 @@ class _Folders:
             )
         for entry, parts in zip(layout, packed, strict=True):
             if parts:
-                yield from _experts_in_mxfp4(entry, *(found[path] for path in parts))
+                yield from experts_in_mxfp4(entry, *(found[path] for path in parts))
                 continue
             label = f"{folder}: parameter {_dotted(entry.path)}"
             leaf = found.get(entry.path)
@@ -427,6 +452,14 @@ class _Folders:
             if entry.form is Form.ZERO:
                 if np.any(np.asarray(leaf) != 0):
                     raise ValueError(f"{label} is not zero; the layout has no tensor for it")
+                continue
+            if isinstance(leaf, list):
+                if bits:
+                    raise ValueError(f"int{bits} is asked for, and {label} is packed already")
+                for part in rows_of(leaf, entry.tensors):
+                    name = part.stored.name.removesuffix(".weight")
+                    schemes[name] = part.scheme(folder)
+                    yield from part.tensors(schemes[name])
                 continue
             if leaf.shape != entry.shape:
                 raise ValueError(f"{label} has shape {leaf.shape}; expected {entry.shape}")
@@ -505,24 +538,6 @@ class _Folders:
         return make
 
 
-def _in_mxfp4(entry: Entry, found: Parameters) -> tuple[ParameterPath, ...]:
-    """Return the parameters of experts that are packed in MXFP4; empty: they are not."""
-    paths = (*entry.path, "weight_q"), (*entry.path, "scales")
-    there = entry.form in LAID_OUT and all(path in found for path in paths)
-    return paths if there and found[paths[1]].dtype == jnp.float8_e8m0fnu else ()
-
-
-def _experts_in_mxfp4(entry: Entry, values: Any, scales: Any) -> Iterator[Tensor]:
-    """Return two tensors of bytes: numbers and scales, whatever dtype is asked for."""
-    for name, leaf in zip(blocks_of(entry.tensors[0].name), (values, scales), strict=True):
-
-        def make(leaf: Any = leaf) -> np.ndarray:
-            stored = np.asarray(leaf).view(np.uint8)
-            return alternate(stored) if entry.form is Form.ALTERNATING else stored
-
-        yield Tensor(name, leaf.shape, np.dtype(np.uint8), make)
-
-
 def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndarray:
     """Return a matrix [out, in] in float32, after checking that it is finite."""
     wide = np.asarray(leaf).reshape(-1)[start : start + tensor.size].astype(np.float32)
@@ -550,9 +565,13 @@ def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
     return draft_head(drafter.backbone, head, drafter.config)
 
 
-def _parameters(params: Any) -> dict[ParameterPath, Any]:
-    """Return the parameters as a flat mapping, rotary tables included."""
-    return dict(nnx.traversals.flatten_mapping(params))
+def _parameters(frozen: Frozen) -> dict[ParameterPath, Any]:
+    """Return the parameters by path, the rotary tables with them; packed ones as lists."""
+    found = dict(nnx.traversals.flatten_mapping(frozen.params))
+    for path, matrices in packed_parts(frozen()).items():
+        found = {each: leaf for each, leaf in found.items() if each[: len(path)] != path}
+        found[(*path, "weight")] = matrices
+    return found
 
 
 def _tables(

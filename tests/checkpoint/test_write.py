@@ -212,11 +212,11 @@ def test_layers_that_the_family_has_not(tmp_path: Path) -> None:
         save(tiny_target(layers=layers, sliding=window), tmp_path / "out")
 
 
-def test_packed_matrices_have_no_place(tmp_path: Path) -> None:
+def test_packed_matrices_of_an_artifact(tmp_path: Path) -> None:
+    """They are saved packed, and read back equal; dequantized they are numbers like any other."""
     model = jaxdraft.load(artifact("qwen35_int4_cpu"), packed=True)
-    with pytest.raises(ValueError, match="load without packed=True"):
-        save(model, tmp_path / "out")
-    # Dequantized they are numbers like any other.
+    save(model, tmp_path / "packed")
+    assert_same(jaxdraft.load(tmp_path / "packed", packed=True), model, tables=6e-8)
     plain = jaxdraft.load(artifact("qwen35_int4_cpu"))
     save(plain, tmp_path / "out")
     assert_same(jaxdraft.load(tmp_path / "out"), plain, tables=6e-8)
