@@ -373,8 +373,12 @@ def _check_vocabulary(tensors: Tensors, vocab_size: int, problems: Problems) -> 
     """Check ``d2t``, and that ``t2d``, if it is there, is true at the same tokens."""
     tensor = tensors["d2t"]
     ids = decode(tensor.read(), Form.OFFSETS, np.dtype(np.int64))
-    if np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= vocab_size:
-        found = f"the tokens {', '.join(map(str, ids[:5]))}, ..."
+    before = np.concatenate([[-1], ids[:-1]])
+    wrong = np.flatnonzero((ids <= before) | (ids >= vocab_size))
+    if wrong.size:
+        first = wrong[0]
+        found = f"draft id {first} for token {ids[first]}"
+        found += f", after token {before[first]}" if first else ""
         expected = f"tokens in 0..{vocab_size - 1}, each greater than the one before"
         problems.report(tensor.file, "tensor d2t", found, expected)
         return

@@ -6,6 +6,7 @@ numbers stay on disk, mapped, until they are needed.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -56,6 +57,9 @@ _BYTES = {
     for name in _TYPES
 }
 
+PICKLE = "pytorch_model.bin"
+"""Older format of weights, which is not read."""
+
 Array = np.ndarray
 
 
@@ -74,6 +78,14 @@ def read_tensors(folder: Path, files: DataFiles, remarks: Remarks) -> dict[str, 
     single, index = (folder / name for name in (SINGLE, INDEX))
     if single.exists() and index.exists():
         raise ArtifactError(folder.name, SINGLE, f"and {INDEX} beside it", "one of the two")
+    if not index.exists() and not single.exists() and (folder / PICKLE).is_file():
+        raise ArtifactError(
+            PICKLE,
+            "format",
+            "a pickle, which can run any code when it is read",
+            f"{SINGLE}: in PyTorch, safetensors.torch.save_file(torch.load({PICKLE!r}, "
+            f"weights_only=True), {SINGLE!r}) writes one",
+        )
     if not index.exists():
         return _read_shard(locate(folder, SINGLE, folder.name, "weights"), SINGLE, files)
     weight_map = _weight_map(folder)
@@ -105,6 +117,23 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return value
 
 
+def _cut_short(path: Path) -> str | None:
+    """Return how a file is shorter than it states, as after a download that broke off."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            end = 8 + length
+            if size < end:
+                return f"{size} bytes, which end inside the header of {length} bytes"
+            entries = json.loads(file.read(length))
+        ends = [e["data_offsets"][1] for name, e in entries.items() if name != "__metadata__"]
+        end += max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return f"{size} bytes, of the {end} that its header describes" if size < end else None
+
+
 def _read_shard(path: Path, file: str, files: DataFiles) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="numpy") as opened:
@@ -114,7 +143,8 @@ def _read_shard(path: Path, file: str, files: DataFiles) -> dict[str, Tensor]:
                 part = opened.get_slice(name)
                 facts.append((name, part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(file, "header", str(error)[:200], "a safetensors file") from error
+        found = _cut_short(path) or str(error)[:200]
+        raise ArtifactError(file, "header", found, "a safetensors file") from error
     with open(path, "rb") as opened:
         offset = 8 + int.from_bytes(opened.read(8), "little")
     tensors: dict[str, Tensor] = {}

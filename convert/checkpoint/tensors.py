@@ -112,7 +112,8 @@ def check_tensors(
     for name, each in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
-            found.report(file, f"tensor {name}", "nothing", each.wanted)
+            hint = ", since tie_word_embeddings is not true" if name == HEAD else ""
+            found.report(file, f"tensor {name}", "nothing", each.wanted + hint)
         elif tensor.shape not in each.shapes:
             shape = f"shape {list(tensor.shape)}"
             found.report(tensor.file, f"tensor {name}", shape, each.wanted)
@@ -174,7 +175,10 @@ def _check_others(
             remarks.note(tensor.file, f"tensor {name} is not read: {reason}")
             continue
         shape = f"shape {list(tensor.shape)}"
-        wanted = f"no such tensor{hints.get(name, '')}"
+        hint = hints.get(name, "")
+        if f"{name.removesuffix('bias')}weight" in expected and name.endswith(".bias"):
+            hint = f": the settings of {CONFIG} have no bias here"
+        wanted = f"no such tensor{hint}"
         problems.report(tensor.file, f"tensor {name}", shape, wanted)
 
 

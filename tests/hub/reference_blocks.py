@@ -245,8 +245,16 @@ class Drafter(Layers):
             e = np.tanh(o)
         return self.weights[f"{head}markov_w2.weight"] @ e, memory
 
-    def scores(self, entering: list[Array], anchor: int) -> tuple[list[int], Array, Array | None]:
-        """Return the drafts, the scores of all target ids [K, V], and the confidence's logits."""
+    def scores(
+        self, entering: list[Array], text: list[int]
+    ) -> tuple[list[int], Array, Array | None]:
+        """Return the drafts, the scores of all target ids [K, V], and the confidence's logits.
+
+        Args:
+          entering: rows that enter each layer of the target, of all tokens but the last.
+          text: all tokens; the last is the anchor.
+        """
+        anchor = text[-1]
         rows = self.rows(entering, anchor)[self.first :]
         z, ids = self.logits(rows), self.ids
         scores = np.full((len(rows), self.target.config["vocab_size"]), -np.inf)
@@ -294,14 +302,14 @@ class Round:
 
 
 def rounds(
-    drafter: Drafter, ids: list[int], count: int, best: int = 8
+    drafter: Any, ids: list[int], count: int, best: int = 8
 ) -> tuple[list[int], list[Round]]:
     """Return the prompt with all that is emitted, and the rounds."""
     target, found = drafter.target, []
     text = [*ids, int(target.run(ids)[0][-1].argmax())]
     for _ in range(count):
         _, entering = target.run(text[:-1])
-        drafts, scores, trust = drafter.scores(entering, text[-1])
+        drafts, scores, trust = drafter.scores(entering, text)
         order = np.argsort(-scores, axis=-1, kind="stable")[:, :best]
         top = np.take_along_axis(scores, order, axis=-1)
         logits = target.run(text + drafts)[0][len(text) - 1 :]
