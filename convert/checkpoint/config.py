@@ -27,7 +27,7 @@ from convert.unused import (
     is_integer,
     report_generation,
 )
-from jaxdraft.checkpoint.families import FAMILIES, FULL, SLIDING, Family
+from jaxdraft.checkpoint.families import FAMILIES, FULL, LOGITS, SCORES, SLIDING, Family
 from jaxdraft.config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -175,7 +175,7 @@ class _Target:
             context_length=context,
             norms=family.sides,
             embedding_scale=shortest(width**0.5) if family.embedding_scaled else 1.0,
-            softcap=self._softcap("final_logit_softcapping"),
+            softcap=self._softcap(LOGITS),
             own_tables=own,
             rope=full_rope,
             sliding_rope=own_rope if own else None,
@@ -191,7 +191,9 @@ class _Target:
 
     def _softcap(self, key: str) -> float:
         text = self.text
-        if not self.family.softcaps:
+        if key not in self.family.softcaps:
+            if self.family.softcaps:  # elsewhere it is an unknown key
+                text.only(key)
             return 0.0
         # Null is no cap, and an absent key is the family's.
         value = text.body[key] if key in text else text.defaults.get(key)
@@ -331,7 +333,7 @@ class _Target:
             out_bias=out_bias,
             norm_eps=eps if family.qk_norm else 1e-6,
             scale=shortest(scalar**-0.5),
-            softcap=self._softcap("attn_logit_softcapping"),
+            softcap=self._softcap(SCORES),
             sinks=family.sinks,
         )
         return config, rope, own_rope

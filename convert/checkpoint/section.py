@@ -29,8 +29,8 @@ _ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Keys of each scheme of rotary embedding: those that it needs, all of them numbers, and others."""
 
-_OLDER = {"su": "longrope"}
-"""Older names of schemes."""
+_OLDER = {"su": "longrope", "yarn": "longrope"}
+"""Older names that Phi-3 had for its scheme."""
 
 
 class ModelSection(Section):
@@ -78,7 +78,9 @@ class ModelSection(Section):
         """
         inner = self.rope_section() if inner is None else inner
         kind = inner.value("rope_type") or inner.value("type") or "default"
-        kind = _OLDER.get(kind, kind) if isinstance(kind, str) else kind
+        if "longrope" in kinds and isinstance(kind, str):
+            older = _OLDER.get(kind, kind)
+            kind = kind if kind in kinds else older
         if kind not in kinds:
             raise inner.fail("rope_type", " or ".join(kinds), shown(kind))
         needed, others = _ROPE_KEYS[kind]

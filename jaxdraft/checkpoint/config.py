@@ -16,10 +16,12 @@ from jaxdraft.checkpoint.families import (
     FULL,
     GPT_OSS,
     LLAMA,
+    LOGITS,
     QWEN3,
     QWEN3_MOE,
     QWEN35,
     QWEN35_MOE,
+    SCORES,
     SLIDING,
     Family,
 )
@@ -173,9 +175,10 @@ def target_json(
         text["mlp_bias"] = isinstance(config.mlp, MlpConfig) and config.mlp.bias
     if family.query_scalar:
         text["query_pre_attn_scalar"] = _scalar(a.scale)
-    if family.softcaps:
-        text["attn_logit_softcapping"] = a.softcap or None
-        text["final_logit_softcapping"] = config.softcap or None
+    caps = {SCORES: a.softcap, LOGITS: config.softcap}
+    text |= {key: caps[key] or None for key in family.softcaps}
+    if "pad_token_id" in family.defaults:  # else a token that small vocabularies do not have
+        text["pad_token_id"] = None
     ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
     quantized = {"quantization_config": quantization_json(4, ignored)} if int4 else {}
     if family.gated:
@@ -292,7 +295,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
             what,
             gated=family.gated,
             qk_norm=bool(family.qk_norm),
-            softcap=family.softcaps,
+            softcap=SCORES in family.softcaps,
             scale=family.query_scalar,
         )
         says(what, "attention.interleaved", shape.interleaved, family.interleaved)

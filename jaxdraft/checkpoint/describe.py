@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdraft.checkpoint.families import FAMILIES, Family
+from jaxdraft.checkpoint.families import FAMILIES, LOGITS, Family
 
 _EXPERTS = {
     "stacked": "experts beside a shared one",
@@ -31,10 +31,11 @@ def properties(family: Family) -> dict[str, str]:
         "gelu_tanh": family.activation == "gelu_tanh",
         "scaled embedding": family.embedding_scaled,
         "query_pre_attn_scalar": family.query_scalar,
-        "soft-caps": family.softcaps,
+        "soft-caps": len(family.softcaps) == 2,
+        "soft-cap of logits": family.softcaps == (LOGITS,),
         "norms multiply by 1 + w": family.offset_norms,
         "fused " + " and ".join(family.fused): bool(family.fused),
-        "part of a model for pictures": bool(family.aside),
+        "part of a model for images": bool(family.aside),
     }
     rotary = [f"first {family.rotary:g} of each head"] * (family.rotary != 1)
     rotary += ["share in partial_rotary_factor"] * (family.partial and family.rotary == 1)

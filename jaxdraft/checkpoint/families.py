@@ -22,6 +22,9 @@ PRE = ("input_layernorm", "", "post_attention_layernorm", "")
 """Names of a layer's norms, in the order: mixer's input and output, feed-forward part's input and
 output. An empty name: there is no such norm."""
 
+SCORES, LOGITS = "attn_logit_softcapping", "final_logit_softcapping"
+"""Keys of soft-caps."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _ATTENTION: tuple[tuple[LayerKind, str], ...] = (("attention", FULL), ("sliding", SLIDING))
@@ -62,7 +65,8 @@ class Family:
       embedding_scaled: embeddings are multiplied by the root of the width.
       query_scalar: scores are divided by the root of ``query_pre_attn_scalar``, not of the width
         of a head.
-      softcaps: ``attn_logit_softcapping`` and ``final_logit_softcapping`` cap scores and logits.
+      softcaps: keys that cap something: ``attn_logit_softcapping`` the scores of attention,
+        ``final_logit_softcapping`` the logits.
       sinks: every query head has an attention sink.
       experts: form in which experts are stored, if there are any. "stacked": as one tensor [E, out,
         in], beside a shared expert. "separate": as a tensor for each. "transposed": as one
@@ -100,7 +104,7 @@ class Family:
     activation: Activation = "silu"
     embedding_scaled: bool = False
     query_scalar: bool = False
-    softcaps: bool = False
+    softcaps: tuple[str, ...] = ()
     sinks: bool = False
     experts: Literal["", "stacked", "separate", "transposed"] = ""
     tied: bool | None = None
@@ -352,6 +356,7 @@ PHI3 = Family(
     windows="number",
     fused=("qkv", "gate_up"),
     partial=True,
+    ropes=("default", "longrope"),
     defaults=_defaults(
         vocab_size=32064,
         hidden_size=3072,
@@ -392,7 +397,7 @@ GLM4 = Family(
         head_dim=128,
         max_position_embeddings=131072,
         rms_norm_eps=1.5625e-07,
-        eos_token_id=[151329, 151336, 151338],
+        attention_bias=True,
         pad_token_id=151329,
     ),
 )
@@ -436,7 +441,7 @@ GEMMA2 = Family(
     activation="gelu_tanh",
     embedding_scaled=True,
     query_scalar=True,
-    softcaps=True,
+    softcaps=(SCORES, LOGITS),
     tied=True,
     defaults=_defaults(
         vocab_size=256000,
@@ -475,6 +480,7 @@ GEMMA3 = dataclasses.replace(
     ),
     qk_norm="head",
     own_tables=True,
+    softcaps=(LOGITS,),
     defaults=_defaults(
         **{
             **GEMMA2.defaults,
@@ -483,7 +489,6 @@ GEMMA3 = dataclasses.replace(
             "rope_theta": 1e6,
             "rope_local_base_freq": 10000.0,
             "sliding_window_pattern": 6,
-            "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
         }
     ),

@@ -124,7 +124,7 @@ def test_shards_are_named_by_their_index(family: dict[str, Model], tmp_path: Pat
 def test_tensors_without_a_use_are_noted(original: Path) -> None:
     """The vision tower; nothing else is left over."""
     (note,) = (n for n in inspect_folder(original).notes if "model.visual." in n)
-    assert "21 tensors model.visual.* are not read: for pictures" in note
+    assert "21 tensors model.visual.* are not read: for images" in note
 
 
 def test_what_loading_refuses_is_reported(copy: Path) -> None:

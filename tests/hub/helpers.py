@@ -14,6 +14,7 @@ target, for some prompts i:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -26,6 +27,9 @@ import numpy as np
 
 import jaxdraft
 from jaxdraft import Model
+from jaxdraft.checkpoint.families import LOGITS, SCORES, Family
+from jaxdraft.config import AttentionConfig, DeltaNetConfig, LayerKind, MlpConfig, TargetConfig
+from jaxdraft.rope import Rope
 
 DATA = Path(__file__).parent / "data"
 
@@ -97,3 +101,64 @@ def assert_tokens(
     ids = arrays[f"{prompt}_ids"].tolist()
     out = jaxdraft.generate(model, [ids], max_new_tokens=count, stop_ids=(), drafter=drafter)
     assert out.ids()[0][:known] == arrays[f"{prompt}_greedy"][:known].tolist()
+
+
+def small_config(family: Family) -> TargetConfig:
+    """Return a target that has every property of an architecture without experts."""
+    letters = family.bias + family.bias_key
+    kinds = dict(family.kinds)
+    heads = 2 if "qkv" in family.fused else 4  # Phi-3 has no head_dim: it is width / heads
+    attention = AttentionConfig(
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=16,
+        rotary_dim=int(16 * (0.75 if family.partial and family.rotary == 1 else family.rotary)),
+        interleaved=family.interleaved,
+        gated=family.gated,
+        qk_norm=bool(family.qk_norm),
+        norm_whole=family.qk_norm == "whole",
+        bias="q" in letters,
+        out_bias="o" in letters,
+        scale=0.2 if family.query_scalar else 0.25,
+        softcap=2.0 if SCORES in family.softcaps else 0.0,
+    )
+    layers: tuple[LayerKind, ...] = ("attention",) * 2
+    if family.windows != "none":
+        layers = ("sliding",) * 2 if family.windows == "number" else ("attention", "sliding")
+    if "delta_net" in kinds:
+        layers = ("delta_net", "attention")
+    rope = Rope(theta=1e4)
+    if "yarn" in family.ropes:
+        rope = Rope(theta=1e4, kind="yarn", factor=4.0, original_length=32)
+    elif "longrope" in family.ropes:
+        factors = tuple(1.0 + i / 4 for i in range(attention.rotary_dim // 2))
+        rope = Rope(
+            theta=1e4,
+            kind="longrope",
+            factor=4.0,
+            original_length=64,
+            short_factors=factors,
+            long_factors=tuple(2 * factor for factor in factors),
+        )
+    own = family.own_tables
+    return TargetConfig(
+        vocab_size=48,
+        width=32,
+        layers=layers,
+        attention=attention if "attention" in layers else None,
+        sliding=dataclasses.replace(attention, window=7) if "sliding" in layers else None,
+        delta_net=DeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4)
+        if "delta_net" in layers
+        else None,
+        mlp=MlpConfig(hidden=40, activation=family.activation, bias=family.mlp_bias_key),
+        norm_eps=1e-6,
+        tied=bool(family.tied),
+        context_length=64,
+        norms=family.sides,
+        embedding_scale=float(str(np.float32(32**0.5))) if family.embedding_scaled else 1.0,
+        softcap=3.0 if LOGITS in family.softcaps else 0.0,
+        own_tables=own,
+        rope=rope,
+        sliding_rope=Rope(theta=500.0) if own else None,
+        architecture=family.model_type,
+    )

@@ -7,15 +7,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors import safe_open
 
 import jaxdraft
 from jaxdraft import Model
 from jaxdraft.checkpoint import save
+from jaxdraft.checkpoint.families import FAMILIES
+from jaxdraft.nn.decoder import Decoder
+from jaxdraft.target import DecoderTarget
 from tests.hub import helpers
 
 WORDS = {
-    "gemma3_multimodal": "gemma3, window 10, scores times 0.218218, linear, gelu_tanh, pictures",
+    "gemma3_multimodal": "gemma3, window 10, scores times 0.218218, linear, gelu_tanh, for images",
     "gemma3_text_new": "gemma3_text, sliding 2, window 12, base 10,000, base 1,000,000, 8.0",
     "gpt_oss_bf16": "gpt_oss, biases of q, k, v, o, sinks, window 8, yarn, factor 32, clamped at 7",
     "gpt_oss_mxfp4": "gpt_oss, sinks, 2 of 4 experts of 96, router bias, biases, UINT8",
@@ -74,3 +78,15 @@ def test_what_is_loaded_is_saved_in_its_own_layout(name: str, tmp_path: Path) ->
     assert before.keys() == after.keys()
     for path, array in before.items():
         assert array.tobytes() == after[path].tobytes(), path
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if not family.experts])
+def test_every_property_of_an_architecture_is_written(name: str, tmp_path: Path) -> None:
+    config = helpers.small_config(FAMILIES[name])
+    target = DecoderTarget.of(Decoder(config, dtype="float32", rngs=nnx.Rngs(0)))
+    saved = save(target, tmp_path / "out")
+    again = jaxdraft.load(saved.folder).target.config
+    assert again == config
+    assert (again.rope, again.sliding_rope) == (config.rope, config.sliding_rope)
+    assert FAMILIES[again.architecture].text_type in ("", FAMILIES[name].text_type)
