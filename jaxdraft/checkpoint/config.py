@@ -168,17 +168,8 @@ def target_json(
         **_rope_json(config, family, ropes),
         **_feed_forward_json(config, family),
         **_windows_json(config, family),
+        **_own_json(config, family),
     }
-    if family.activation != "silu":
-        text["hidden_activation"] = text["hidden_act"]
-    if family.mlp_bias_key:
-        text["mlp_bias"] = isinstance(config.mlp, MlpConfig) and config.mlp.bias
-    if family.query_scalar:
-        text["query_pre_attn_scalar"] = _scalar(a.scale)
-    caps = {SCORES: a.softcap, LOGITS: config.softcap}
-    text |= {key: caps[key] or None for key in family.softcaps}
-    if "pad_token_id" in family.defaults:  # else a token that small vocabularies do not have
-        text["pad_token_id"] = None
     ignored = ["lm_head", *(["re:.*visual.*"] if family.composite else [])]
     quantized = {"quantization_config": quantization_json(4, ignored)} if int4 else {}
     if family.gated:
@@ -309,7 +300,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
         )
     says(what, "attention.sinks", a.sinks, family.sinks)
     says(what, "norms", config.norms, family.sides)
-    if not family.softcaps:
+    if LOGITS not in family.softcaps:
         says(what, "softcap", config.softcap, 0.0)
     _says_nearly(
         what,
@@ -388,6 +379,22 @@ def _scalar(scale: float) -> float:
     """Return x with ``x**-0.5 = scale``, as a whole number if one is near."""
     exact = scale**-2
     return round(exact) if abs(round(exact) - exact) < 1e-5 * exact else exact
+
+
+def _own_json(config: TargetConfig, family: Family) -> Json:
+    """Return the keys that few families have."""
+    json: Json = {}
+    if family.activation != "silu":
+        json["hidden_activation"] = _ACTIVATIONS[family.activation]
+    if family.mlp_bias_key:
+        json["mlp_bias"] = isinstance(config.mlp, MlpConfig) and config.mlp.bias
+    if family.query_scalar:
+        json["query_pre_attn_scalar"] = _scalar(config.softmax[0].scale)
+    caps = {SCORES: config.softmax[0].softcap, LOGITS: config.softcap}
+    json |= {key: caps[key] or None for key in family.softcaps}
+    if "pad_token_id" in family.defaults:  # else a token that small vocabularies do not have
+        json["pad_token_id"] = None
+    return json
 
 
 def _rope_json(config: TargetConfig, family: Family, ropes: Sequence[Rope]) -> Json:
