@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import attention as fused
 from jaxdraft.nn.linear import Linear, along_last, precision
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import rotate
@@ -72,10 +71,13 @@ def attend(
     Returns:
       [B, T, N * H].
     """
-    if implementation == PALLAS and sinks is None and fused.serves(query, source):
-        return fused.attend(
-            query, positions, source, config, causal=causal, block_keys=block_keys, xla=attend
-        )
+    if implementation == PALLAS and sinks is None:
+        from jaxdraft.kernels import attention as fused  # Pallas is slow to import
+
+        if fused.serves(query, source):
+            return fused.attend(
+                query, positions, source, config, causal=causal, block_keys=block_keys, xla=attend
+            )
     batch, steps, heads, dim = query.shape
     groups = config.kv_heads
     share = heads // groups

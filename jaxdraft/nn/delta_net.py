@@ -23,8 +23,6 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import delta_net as fused
-from jaxdraft.kernels import recurrent as fused_commit
 from jaxdraft.nn.linear import Linear, matmul
 from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
 from jaxdraft.state import recurrent as states
@@ -39,6 +37,8 @@ def commit(recurrent: Recurrent, capsule: Capsule, count: jax.Array) -> Recurren
     See :func:`jaxdraft.state.recurrent.commit` for the arguments and the result.
     """
     if capsule.implementation == PALLAS:
+        from jaxdraft.kernels import recurrent as fused_commit  # Pallas is slow to import
+
         plain = replace(capsule, implementation=XLA)
         return fused_commit.commit(recurrent, plain, count, xla=states.commit)
     return states.commit(recurrent, capsule, count)
@@ -419,14 +419,17 @@ class DeltaNet(nnx.Module):
           [B, T, D], and the capsule from which any prefix of the rows can be committed.
         """
         mixed, weights = self.qkvz(x), self.weights
-        if self.implementation == PALLAS and fused.serves(self.config, x):
-            plain = isinstance(self.ba, Linear)
-            rates = (x, self.ba.weight[...]) if plain else (self.ba(x),)
-            out, capsule = fused.window(
-                self.config, weights, mixed, rates, conv, state, xla=_window_of_rates
-            )
-        else:
-            out, capsule = window(self.config, weights, mixed, self.ba(x), conv, state)
+        if self.implementation == PALLAS:
+            from jaxdraft.kernels import delta_net as fused  # Pallas is slow to import
+
+            if fused.serves(self.config, x):
+                plain = isinstance(self.ba, Linear)
+                rates = (x, self.ba.weight[...]) if plain else (self.ba(x),)
+                out, capsule = fused.window(
+                    self.config, weights, mixed, rates, conv, state, xla=_window_of_rates
+                )
+                return self.out(out), capsule
+        out, capsule = window(self.config, weights, mixed, self.ba(x), conv, state)
         return self.out(out), capsule
 
     @property

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdraft.config import MoeConfig
-from jaxdraft.kernels.linear import Form
+from jaxdraft.kernels.form import Form
 from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import Packed, PackedMatrix, check_arrays
 from jaxdraft.nn.product import precision

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdraft.kernels.linear import Form
+from jaxdraft.kernels.form import Form
 from jaxdraft.nn.packed import PackedLinear, PackedMatrix, PackedRows
 from jaxdraft.nn.product import multiply_dense, precision
 

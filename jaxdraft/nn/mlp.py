@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import Activation, MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import linear as fused
 from jaxdraft.nn.experts import Experts, PackedExperts, run_experts
 from jaxdraft.nn.linear import Linear, along_last, matrix
 from jaxdraft.nn.packed import multiply
@@ -49,13 +48,15 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        plain = self.activation == "silu" and not self.bias  # the kernel knows nothing else
-        kernel = self.implementation == PALLAS and plain and fused.serves(x)
-        found = matrix(self.gate_up) if kernel else None
-        if found is not None and found[0].served:
-            form, weights = found
-            gated = dataclasses.replace(form, gated=True)
-            return self.down(fused.product(gated, x, weights, xla=multiply))
+        plain = self.activation == "silu" and not self.bias  # the kernel implements nothing else
+        if self.implementation == PALLAS and plain:
+            from jaxdraft.kernels import linear as fused  # Pallas is slow to import
+
+            found = matrix(self.gate_up) if fused.serves(x) else None
+            if found is not None and found[0].served:
+                form, weights = found
+                gated = dataclasses.replace(form, gated=True)
+                return self.down(fused.product(gated, x, weights, xla=multiply))
         both = self.gate_up(x)
         if self.bias:
             both = both + along_last(self.gate_up_bias[...], both)

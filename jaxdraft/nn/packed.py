@@ -1,6 +1,6 @@
 """Quantized matrices that stay packed in memory, and their products.
 
-One description, :class:`jaxdraft.kernels.linear.Form`, serves every format that is read. A matrix W
+One description, :class:`jaxdraft.kernels.form.Form`, serves every format that is read. A matrix W
 [out, in] is stored as named arrays, of which the first two always exist. A row is cut into blocks
 of ``form.block`` inputs; the last block is stored whole, and its values past ``in`` are ignored.
 R is ``ceil(out / form.rows)``, the number of groups of outputs that share their scales.
@@ -47,8 +47,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.kernels import linear as fused
-from jaxdraft.kernels.linear import Form
+from jaxdraft.kernels.form import Form
 from jaxdraft.nn.product import multiply_dense, precision, product_in_halves
 
 Arrays = Mapping[str, Any]
@@ -348,9 +347,11 @@ class PackedLinear(nnx.Module):
     def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in ``dtype``."""
         table, form = self.table, self.form
-        kernel = self.implementation == PALLAS and form.served and fused.serves(x)
-        if kernel and out_dtype in (None, form.dtype):
-            return fused.product(form, x, table.weights, xla=multiply)
+        if self.implementation == PALLAS and form.served and out_dtype in (None, form.dtype):
+            from jaxdraft.kernels import linear as fused  # Pallas is slow to import
+
+            if fused.serves(x):
+                return fused.product(form, x, table.weights, xla=multiply)
         return table.matmul(x, out_dtype=out_dtype)
 
     def dequantized(self) -> jax.Array:

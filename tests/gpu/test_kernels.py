@@ -16,7 +16,7 @@ from speed_table import target_27b
 
 from jaxdraft.config import AttentionConfig
 from jaxdraft.kernels import delta_net, linear
-from jaxdraft.kernels.linear import Form
+from jaxdraft.kernels.form import Form
 from jaxdraft.nn.attention import attend
 from jaxdraft.nn.delta_net import DeltaNet, _window_of_rates
 from jaxdraft.nn.packed import multiply

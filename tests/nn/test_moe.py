@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxdraft.config import MoeConfig
-from jaxdraft.kernels.linear import Form
+from jaxdraft.kernels.form import Form
 from jaxdraft.nn import experts, mlp
 from jaxdraft.nn.experts import Experts, PackedExperts
 from jaxdraft.nn.packed import PackedMatrix
