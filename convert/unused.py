@@ -307,7 +307,8 @@ def report_generation(
     """Remark on the settings of decoding that a file recommends.
 
     They are not applied: each call of ``generate`` has settings of its own, and decodes greedily by
-    default.
+    default. Recommended sampling is a note, because most published models recommend some. Rules
+    that change greedy decoding too, such as penalties, are warnings.
 
     Args:
       body: the settings.
@@ -325,7 +326,7 @@ def report_generation(
     }
     listed = ", ".join(f"{key} {shown(value)}" for key, value in wanted.items())
     if sampled:
-        remarks.warn(
+        remarks.note(
             file,
             f"{prefix}do_sample is true{f' ({listed})' if listed else ''}: decoding is greedy "
             "unless a call passes sampling=jaxdraft.Sampling(...)",

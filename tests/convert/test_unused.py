@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,6 @@ def test_every_reason_is_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["search"].update(do_sample=True, temperature=0.7), "search.do_sample is true"),
         (lambda c: c["search"].update(repetition_penalty=1.2), "search.repetition_penalty is 1.2"),
         (lambda c: c.update(surprise={}), "surprise is {}"),
         (lambda c: c["engine"].update(surprise=1), "engine.surprise is 1"),
@@ -115,6 +115,15 @@ def test_settings_that_an_artifact_does_not_get(change: Any, message: str, tmp_p
     folder = edit_config(copied(DFLASH2, tmp_path), change)
     assert message in "\n".join(inspect_folder(folder).notes)
     with pytest.warns(LoadWarning, match=message):
+        jaxdraft.load(folder)
+
+
+def test_sampling_that_an_artifact_recommends_is_noted(tmp_path: Path) -> None:
+    change = lambda c: c["search"].update(do_sample=True, temperature=0.7)  # noqa: E731
+    folder = edit_config(copied(DFLASH2, tmp_path), change)
+    assert "search.do_sample is true (temperature 0.7)" in "\n".join(inspect_folder(folder).notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoadWarning)
         jaxdraft.load(folder)
 
 
