@@ -89,6 +89,32 @@ class BatchRows:
 
 
 @struct.dataclass
+class PromptChunk:
+    """The next tokens of some prompts, for T tokens per row."""
+
+    tokens: jax.Array  # [R, T] int32
+    count: jax.Array  # [R] int32, number of tokens of each row
+    begins: jax.Array  # [R] bool: the prompt ends here, and the token that follows is emitted
+    resumes: jax.Array
+    """[R] bool: the text ends here except for its last token. That token was emitted before the row
+    was preempted and is already in ``state.tokens``."""
+
+
+@struct.dataclass
+class RowText:
+    """A text to be put into a row, and the saved state of its first positions."""
+
+    row: jax.Array  # [1] int32
+    tokens: jax.Array  # [1, S] int32, the tokens of the text so far
+    counts: jax.Array
+    """[4, 1] int32: positions already in the pages, emitted tokens, failures of the drafter, state
+    of the stop-string automaton."""
+    blank: tuple[jax.Array, ...]  # the row leaves of an empty row
+    checkpoint: tuple[jax.Array, ...] | None  # those after the first positions; see `save`
+    rings: tuple[jax.Array, ...]  # the contents of the row's rings
+
+
+@struct.dataclass
 class Report:
     """Results of a step for the host, in one array of integers; see :class:`Columns`."""
 
@@ -233,10 +259,7 @@ def run_chunk(
     state: RoundState,
     rules: Rules,
     batch: BatchRows,
-    tokens: jax.Array,
-    count: jax.Array,
-    begins: jax.Array,
-    resumes: jax.Array,
+    chunk: PromptChunk,
     *,
     where: Layout,
     logprobs: int | None,
@@ -245,14 +268,11 @@ def run_chunk(
 
     Args:
       target, drafter, state, rules, batch, where, logprobs: as in :func:`run_round`.
-      tokens: [R, T] int32.
-      count: [R] int32, number of tokens of each row.
-      begins: [R] bool, True if the prompt ends here and the token that follows is emitted.
-      resumes: [R] bool, True if the text ends here except for its last token. That token was
-        emitted before the row was preempted and is already in ``state.tokens``.
+      chunk: the tokens.
     """
+    begins, resumes = chunk.begins, chunk.resumes
     part, mine = _gather(state, rules, batch, where)
-    part, last = rounds.read(target, drafter, part, tokens, count)
+    part, last = rounds.read(target, drafter, part, chunk.tokens, chunk.count)
     logits = rounds.logits_after(target, last, needed=jnp.any(begins))
     part = replace(part, status=jnp.where(begins, Status.RUNNING, part.status).astype(jnp.int32))
     part, first = rounds.emit_first_token(part, logits, mine, logprobs=logprobs)
@@ -273,12 +293,7 @@ def admit(
     target: Target,
     drafter: Drafter,
     state: RoundState,
-    blank: tuple[jax.Array, ...],
-    checkpoint: tuple[jax.Array, ...] | None,
-    rings: tuple[jax.Array, ...],
-    row: jax.Array,
-    tokens: jax.Array,
-    counts: jax.Array,
+    text: RowText,
     *,
     where: Layout,
     parts: Layout,
@@ -290,43 +305,38 @@ def admit(
       target: the target.
       drafter: the drafter.
       state: state of all rows.
-      blank: the row leaves of an empty row.
-      checkpoint: the row leaves of target and drafter after the first positions; see :func:`save`.
-      rings: the contents of their rings.
-      row: [1] int32.
-      tokens: [1, S] int32, the tokens of the text so far.
-      counts: [4, 1] int32, numbers of positions already in the pages, tokens emitted, failures of
-        the drafter, state of the stop-string automaton.
+      text: the text, its row and its saved state.
       where: layout of the state: the leaves that belong to rows.
       parts: layout of (target, drafter) alone.
       skips: whether pages alone are enough to continue after the first positions.
     """
-    part = rows_.with_own(rows_.take(state, where, row), where, blank)
-    length, emitted, failures, stop_state = counts
+    part = rows_.with_own(rows_.take(state, where, text.row), where, text.blank)
+    length, emitted, failures, stop_state = text.counts
     both = (part.target, part.drafter)
-    if checkpoint is not None:
+    if text.checkpoint is not None:
         fresh = full_drafter(drafter).row_statistics(
             both[1]
         )  # these belong to another text or turn
-        both = rows_.with_own(both, parts, checkpoint)
+        both = rows_.with_own(both, parts, text.checkpoint)
         both = (both[0], full_drafter(drafter).with_row_statistics(both[1], fresh))
-        if rings:
+        if text.rings:
             nowhere = jnp.zeros((1, 0), jnp.int32)
-            both = rows_.with_ring_contents(rows_.bind_pages(both, nowhere, row), rings)
+            both = rows_.bind_pages(both, nowhere, text.row)
+            both = rows_.with_ring_contents(both, text.rings)
             both = rows_.unbind_pages(both)
     elif skips:
-        both = skip(target, drafter, both, tokens, length)
+        both = skip(target, drafter, both, text.tokens, length)
     part = replace(
         part,
         target=both[0],
         drafter=both[1],
-        tokens=tokens,
+        tokens=text.tokens,
         length=length,
         emitted=emitted,
         failures=failures,
         stop_state=stop_state,
     )
-    return rows_.put(state, part, where, row)
+    return rows_.put(state, part, where, text.row)
 
 
 def skip(

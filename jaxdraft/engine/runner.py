@@ -15,7 +15,15 @@ from jaxdraft.base import NO_PAGE, Drafter, Status, Target, full_drafter, full_t
 from jaxdraft.checks import check_int, parse_memory
 from jaxdraft.draft.wrapper import pool_of
 from jaxdraft.engine import programs
-from jaxdraft.engine.programs import BatchRows, Buckets, Columns, Report, bucket
+from jaxdraft.engine.programs import (
+    BatchRows,
+    Buckets,
+    Columns,
+    PromptChunk,
+    Report,
+    RowText,
+    bucket,
+)
 from jaxdraft.engine.rules import RulesTable
 from jaxdraft.engine.scheduler import Work
 from jaxdraft.engine.sequence import Phase, Sequence
@@ -209,19 +217,21 @@ class Runner:
         self._count("chunk", batch, width)
         self.state, report = programs.run_chunk(
             self.target, self.drafter, self.state, self.table.rules, batch,
-            tokens, counts, begins, resumes,
+            PromptChunk(tokens, counts, begins, resumes),  # type: ignore[bad-argument-type]
             where=self._where[self._drawn], logprobs=self._alternatives(),
         )  # fmt: skip
         return report
 
     def _admit(self, sequence: Sequence, checkpoint: Any) -> None:
-        tokens = np.zeros((1, self._context), np.int32)
+        row: Any = np.asarray([sequence.row], np.int32)
+        tokens: Any = np.zeros((1, self._context), np.int32)
         tokens[0, : len(sequence.ids)] = sequence.ids
         counts = [sequence.read, sequence.emitted, sequence.failed_before, sequence.stop_state]
+        column: Any = np.asarray(counts, np.int32)[:, None]
         leaves, rings = (None, ()) if checkpoint is None else checkpoint
+        text = RowText(row, tokens, column, self._blank[self._drawn], leaves, rings)
         self.state = programs.admit(
-            self.target, self.drafter, self.state, self._blank[self._drawn], leaves, rings,
-            np.asarray([sequence.row], np.int32), tokens, np.asarray(counts, np.int32)[:, None],
+            self.target, self.drafter, self.state, text,
             where=self._where[self._drawn], parts=self._parts, skips=self.skips,
         )  # fmt: skip
 
