@@ -18,8 +18,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
-from convert.checkpoint.quantization import Quantized
-from convert.checkpoint.section import PLAIN_ROPE, ModelSection
+from convert.checkpoint.section import PLAIN_ROPE, DrafterFacts, ModelSection
 from convert.checkpoint.tensors import HEAD
 from convert.errors import Problems
 from convert.paths import CONFIG
@@ -37,7 +36,6 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.kinds import block_of
-from jaxdraft.rope import Rope
 
 TRUST = "confidence_head."
 """What the names of a confidence head's tensors begin with."""
@@ -125,25 +123,6 @@ _HEAD: dict[DrafterKind, set[str]] = {
 _DRAFTER_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFacts:
-    """The content of a block drafter's ``config.json``.
-
-    Attributes:
-      config: the description.
-      taps: layers of the target whose entering residual it reads; 0: the embedding.
-      rope: its rotary embedding.
-      dtype: the dtype of computation that the file names, or None.
-      quantized: how matrices may be stored in few bits, or None.
-    """
-
-    config: BlockDrafterConfig
-    taps: tuple[int, ...]
-    rope: Rope
-    dtype: str | None
-    quantized: Quantized | None
-
-
 def read_block(
     body: Mapping[str, Any],
     kind: DrafterKind,
@@ -151,7 +130,7 @@ def read_block(
     problems: Problems,
     remarks: Remarks | None = None,
     names: Collection[str] = (),
-) -> BlockFacts:
+) -> DrafterFacts[BlockDrafterConfig]:
     """Read a block drafter's ``config.json``.
 
     Args:
@@ -211,7 +190,7 @@ class _Block:
         self.layout = "nested" if inner else "flat"
         self.top, self.block = top, top.inner({**outer, **inner}, "dflash_config")
 
-    def read(self) -> BlockFacts:
+    def read(self) -> DrafterFacts[BlockDrafterConfig]:
         top, block, target = self.top, self.block, self.target
         own = self.own
         top.only("hidden_act", "silu")
@@ -258,7 +237,7 @@ class _Block:
             confidence=self._confidence(),
             layout=self.layout,
         )
-        return BlockFacts(
+        return DrafterFacts(
             config=config,
             taps=taps,
             rope=rope,
@@ -356,14 +335,8 @@ class _Block:
 
     def _attention(self, eps: float) -> AttentionConfig:
         top = self.top
-        heads = top.integer("num_attention_heads")
-        kv_heads = top.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            raise top.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
+        heads, kv_heads, head_dim = top.heads(None)
         self.block.only("attention_mode", "gqa", *(["mha"] if heads == kv_heads else []))
-        head_dim = top.integer("head_dim", 2)
-        if head_dim % 2:
-            raise top.fail("head_dim", "an even number")
         return AttentionConfig(
             heads=heads,
             kv_heads=kv_heads,

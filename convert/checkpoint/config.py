@@ -302,15 +302,7 @@ class _Target:
     def _attention(self, width: int, eps: float) -> tuple[AttentionConfig, Rope, Rope | None]:
         """Return the shape of attention, and the embeddings of layers without and with a window."""
         text, family = self.text, self.family
-        heads = text.integer("num_attention_heads")
-        kv_heads = text.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            raise text.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
-        if text.value("head_dim") is None and width % heads:
-            raise text.fail("head_dim", "an integer")
-        head_dim = (
-            text.integer("head_dim") if text.value("head_dim") is not None else width // heads
-        )
+        heads, kv_heads, head_dim = text.heads(width, even=False)
         rope, own_rope, section = self._ropes()
         rotary = self._rotary(head_dim, section)
         divisors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}

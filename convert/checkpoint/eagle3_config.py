@@ -13,11 +13,10 @@ The other direction is :mod:`jaxdraft.checkpoint.eagle3_config`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
-from convert.checkpoint.section import PLAIN_ROPE, ModelSection, Quantized
+from convert.checkpoint.section import PLAIN_ROPE, DrafterFacts, ModelSection
 from convert.checkpoint.tensors import HEAD
 from convert.errors import Problems
 from convert.paths import CONFIG
@@ -26,7 +25,7 @@ from convert.unused import CONFIG_KEYS, DRAFTER_KEYS, Remarks
 from jaxdraft.checkpoint.eagle3_config import TAPS, default_taps
 from jaxdraft.config import AttentionConfig, Eagle3Config, MlpConfig, TargetConfig
 from jaxdraft.draft.links import DRAFT_TOKENS
-from jaxdraft.rope import Rope, RopeKind
+from jaxdraft.rope import RopeKind
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -34,25 +33,6 @@ LAYERS: Mapping[str, str] = {"midlayer": "midlayer.", "speculators": "layers.0."
 """Prefix of the names of the layer's tensors, by layout."""
 
 _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Facts:
-    """The content of an EAGLE-3 head's ``config.json``.
-
-    Attributes:
-      config: the description.
-      taps: layers of the target whose entering residual it reads.
-      rope: its rotary embedding.
-      dtype: the dtype of computation that the file names, or None.
-      quantized: allowed storage of matrices in few bits, or None.
-    """
-
-    config: Eagle3Config
-    taps: tuple[int, ...]
-    rope: Rope
-    dtype: str | None
-    quantized: Quantized | None
 
 
 def is_eagle3(body: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -72,7 +52,7 @@ def read_eagle3(
     target: TargetConfig,
     problems: Problems,
     remarks: Remarks,
-) -> Eagle3Facts:
+) -> DrafterFacts[Eagle3Config]:
     """Read an EAGLE-3 head's ``config.json``.
 
     Args:
@@ -106,7 +86,7 @@ class _Eagle3:
             self.top.only("speculators_model_type", "eagle3")
             self.layer = self.top.section("transformer_layer_config", _DEFAULTS)
 
-    def read(self) -> Eagle3Facts:
+    def read(self) -> DrafterFacts[Eagle3Config]:
         top, layer, target = self.top, self.layer, self.target
         layer.only("hidden_act", "silu")
         layer.only("num_hidden_layers", 1)
@@ -148,7 +128,7 @@ class _Eagle3:
         for each in {id(s): s for s in (top, layer)}.values():
             each.inert("speculators_version")  # a name
             each.report_unread(DRAFTER_KEYS)
-        return Eagle3Facts(config=config, taps=taps, rope=rope, dtype=dtype, quantized=quantized)
+        return DrafterFacts(config=config, taps=taps, rope=rope, dtype=dtype, quantized=quantized)
 
     def _check_target(self) -> None:
         """Check what the file states about the target."""
@@ -210,15 +190,7 @@ class _Eagle3:
 
     def _attention(self, width: int) -> AttentionConfig:
         layer = self.layer
-        heads = layer.integer("num_attention_heads")
-        kv_heads = layer.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            raise layer.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
-        if layer.value("head_dim") is None and width % heads:
-            raise layer.fail("head_dim", "an integer")
-        head_dim = layer.integer("head_dim", 2, default=width // heads)
-        if head_dim % 2:
-            raise layer.fail("head_dim", "an even number")
+        heads, kv_heads, head_dim = layer.heads(width)
         return AttentionConfig(
             heads=heads,
             kv_heads=kv_heads,

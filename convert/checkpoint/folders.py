@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from convert.checkpoint.block_config import TRUST, BlockFacts, read_block
+from convert.checkpoint.block_config import TRUST, read_block
 from convert.checkpoint.config import TargetFacts, read_target
-from convert.checkpoint.eagle3_config import Eagle3Facts, is_eagle3, read_eagle3
+from convert.checkpoint.eagle3_config import is_eagle3, read_eagle3
 from convert.checkpoint.outline import described_tensors, is_outline, stored_names
+from convert.checkpoint.section import DrafterFacts
 from convert.checkpoint.shards import read_tensors
 from convert.checkpoint.tensors import HEAD, Tensors, check_tensors
 from convert.errors import ArtifactError, Problems
@@ -45,7 +46,7 @@ from jaxdraft.checkpoint.layout import (
     packed_of,
     target_layout,
 )
-from jaxdraft.config import DRAFT_MODEL, DrafterKind
+from jaxdraft.config import DRAFT_MODEL, BlockDrafterConfig, DrafterKind, Eagle3Config
 from jaxdraft.data import SMOLLM2_DRAFTER
 from jaxdraft.kinds import KINDS, block_of, folders
 
@@ -94,7 +95,7 @@ class TargetFolder(PartFolder):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFolder(PartFolder):
-    facts: BlockFacts | Eagle3Facts
+    facts: DrafterFacts[BlockDrafterConfig] | DrafterFacts[Eagle3Config]
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
         return self.stored(requested, self.facts.dtype)

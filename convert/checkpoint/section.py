@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from convert.checkpoint.quantization import Quantized, read_quantization
 from convert.json_reader import Section
 from convert.unused import shown
 from jaxdraft.checkpoint.forms import DTYPES
+from jaxdraft.config import BlockDrafterConfig, Eagle3Config
 from jaxdraft.rope import Rope
+
+C = TypeVar("C", bound=BlockDrafterConfig | Eagle3Config)
 
 PLAIN_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
@@ -33,8 +37,47 @@ _OLDER = {"su": "longrope", "yarn": "longrope"}
 """Older names that Phi-3 had for its scheme."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterFacts(Generic[C]):
+    """The content of a drafter's ``config.json``.
+
+    Attributes:
+      config: the description.
+      taps: layers of the target whose entering residual it reads; 0: the embedding.
+      rope: its rotary embedding.
+      dtype: the dtype of computation that the file names, or None.
+      quantized: allowed storage of matrices in few bits, or None.
+    """
+
+    config: C
+    taps: tuple[int, ...]
+    rope: Rope
+    dtype: str | None
+    quantized: Quantized | None
+
+
 class ModelSection(Section):
     """An object of a ``config.json``, with the readers that targets and drafters share."""
+
+    def heads(self, width: int | None, *, even: bool = True) -> tuple[int, int, int]:
+        """Return the numbers of query heads and of key heads, and the width of a head.
+
+        Args:
+          width: width of the model, of which every head has its share if ``head_dim`` is absent;
+            None: ``head_dim`` must be present.
+          even: whether the width of a head must be even.
+        """
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise self.fail("num_key_value_heads", f"a divisor of the {heads} query heads")
+        if width is not None and self.value("head_dim") is None and width % heads:
+            raise self.fail("head_dim", "an integer")
+        share = None if width is None else width // heads
+        head_dim = self.integer("head_dim", 2 if even else 1, default=share)
+        if even and head_dim % 2:
+            raise self.fail("head_dim", "an even number")
+        return heads, kv_heads, head_dim
 
     def dtype(self) -> str | None:
         """Return the dtype that the file names; None: none, or that of the stored tensors."""
