@@ -170,7 +170,7 @@ def plan_command(
     revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a model takes and what fits, of config.json alone if there is no more."""
+    """Compute the memory of a model, and what fits where; config.json alone is enough."""
     with _friendly():
         if memory is None:
             if (context, page_size, max_batch) != (None, None, None):

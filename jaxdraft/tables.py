@@ -54,13 +54,13 @@ def overview_table(name: str, found: Overview) -> Table:
     """Return a table of a model in all forms, and of the tokens that fit."""
     numbers = f"{found.parameters:,} parameters"
     if found.active != found.parameters:
-        numbers += f", {found.active:,} of them for a token"
+        numbers += f", {found.active:,} of them per token"
     if found.drafter is not None:
         numbers += f"; drafter {found.drafter}: {found.drafter_parameters:,} more"
     table = Table(title=f"{name}\n{numbers}", box=box.SIMPLE_HEAD)
     memories = list(found.fits[0].tokens)
     table.add_column("form", no_wrap=True)
-    for column in ("weights", "1000 tokens", "a row", *memories):
+    for column in ("weights", "1000 tokens", "per row", *memories):
         table.add_column(column, justify="right", no_wrap=True)
     for fit in found.fits:
         sizes = (_decimal(size) for size in (fit.weights, fit.cache, fit.row))
