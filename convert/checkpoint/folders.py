@@ -159,7 +159,7 @@ def _prefixed(facts: TargetFacts, names: Collection[str]) -> TargetFacts:
 
 def _open_gguf(path: Path, files: DataFiles, remarks: Remarks, context: int | None) -> TargetFolder:
     """Read and check a target in a GGUF file."""
-    from convert.gguf.target import open_gguf  # a wing of its own, for those who need it
+    from convert.checkpoint.gguf import open_gguf  # imported for GGUF files alone
 
     problems = Problems()
     found = open_gguf(path, files, problems, remarks, context)

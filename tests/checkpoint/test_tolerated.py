@@ -404,10 +404,10 @@ def test_settings_of_the_tokenizer(copy: Path) -> None:
 
 def test_nulls_and_labels_of_a_drafter(copy: Path) -> None:
     expected = quietly(copy)
-    change = dict(target_hidden_size=None, return_dict=True, pretraining_tp=1, mlp_bias=False)
+    change = dict(surprise=None, return_dict=True, pretraining_tp=1, mlp_bias=False)
     edit_json(copy / "dflash2" / "config.json", lambda c: c.update(change))
     assert_same(quietly(copy), expected)
-    assert "dflash2/config.json: target_hidden_size is null" in noted(copy)
+    assert "dflash2/config.json: surprise is null" in noted(copy)
 
 
 def test_a_dense_model_lists_no_dense_layers(copy: Path) -> None:

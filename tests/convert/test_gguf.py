@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 
 import jaxdraft
 from convert import ArtifactError
+from convert.checkpoint.gguf import halves
 from convert.gguf.file import read_gguf
 from convert.gguf.formats import FORMATS, NAMES, SIZES, GgufTensor
-from convert.gguf.target import halves
 from convert.packed import Quantized
 from convert.tensors import DataFiles, Place
 from jaxdraft.nn.packed import PackedEmbedding, PackedLinear, PackedRows
