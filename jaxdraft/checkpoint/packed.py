@@ -27,6 +27,7 @@ from jaxdraft.checkpoint.layout import (
     scales_of,
     shape_of,
 )
+from jaxdraft.nn.linear import Frozen
 from jaxdraft.nn.packed import PackedLinear, PackedMatrix, PackedRows
 
 Array = np.ndarray
@@ -120,6 +121,15 @@ def packed_parts(module: nnx.Module) -> dict[Path, list[PackedMatrix]]:
             found[path] = [each.table for each in part.below]
         elif isinstance(part, PackedLinear) and "below" not in path:
             found[path] = [part.table]
+    return found
+
+
+def parameters_of(frozen: Frozen) -> dict[Path, Any]:
+    """Return the parameters by path, the rotary tables with them; packed ones as lists."""
+    found = dict(nnx.traversals.flatten_mapping(frozen.params))
+    for path, matrices in packed_parts(frozen()).items():
+        found = {each: leaf for each, leaf in found.items() if each[: len(path)] != path}
+        found[(*path, "weight")] = matrices
     return found
 
 

@@ -53,7 +53,7 @@ from jaxdraft.checkpoint.packed import (
     Scheme,
     experts_in_mxfp4,
     in_mxfp4,
-    packed_parts,
+    parameters_of,
     quantization_json,
     rows_of,
     same_table,
@@ -69,7 +69,7 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kinds import KINDS, kind_of
 from jaxdraft.model import Model
-from jaxdraft.nn.linear import BlockedLinear, Frozen
+from jaxdraft.nn.linear import BlockedLinear
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
@@ -305,7 +305,7 @@ class _Folders:
                 raise ValueError(f"{kind}: {field} is {theirs}; expected {ours}, the target's")
 
     def _target(self, mtp: MtpDrafter | None, stop_ids: tuple[int, ...]) -> _Content:
-        config, found = self.target.config, _parameters(self.target.decoder)
+        config, found = self.target.config, parameters_of(self.target.decoder)
         family = config_json.family_of(config)
         bits = 4 if self.bits == 4 else None  # of drafters alone, if there are eight
         if bits and isinstance(config.mlp, MoeConfig):
@@ -327,7 +327,7 @@ class _Folders:
             body["quantization_config"] = config_json.MXFP4
         tensors = list(self._tensors(self.home, layout, found, bits, schemes))
         if mtp is not None:
-            head = _parameters(mtp.mtp)
+            head = parameters_of(mtp.mtp)
             _check_tables("mtp", head, ropes[0])
             tensors += self._tensors(self.home, mtp_layout(mtp.config), head, bits, schemes)
         if family.tower:
@@ -340,7 +340,7 @@ class _Folders:
         return _Content(json, tuple(tensors))
 
     def _block(self, drafter: BlockDrafter) -> _Content:
-        config, found = drafter.config, _parameters(drafter.backbone)
+        config, found = drafter.config, parameters_of(drafter.backbone)
         rope = self._rope(config.kind, found)
         stored = self._stored(drafter.dtype)
         body = block_json(
@@ -360,7 +360,7 @@ class _Folders:
         return _Content({"config.json": body | quantization_json(schemes)}, tuple(tensors))
 
     def _eagle3(self, drafter: Eagle3Drafter) -> _Content:
-        config, found = drafter.config, _parameters(drafter.eagle3)
+        config, found = drafter.config, parameters_of(drafter.eagle3)
         rope = self._rope(config.kind, found, config.rope)
         body = eagle3_json(
             config,
@@ -563,15 +563,6 @@ def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
     if isinstance(drafter, ChainDrafter):
         return head
     return draft_head(drafter.backbone, head, drafter.config)
-
-
-def _parameters(frozen: Frozen) -> dict[ParameterPath, Any]:
-    """Return the parameters by path, the rotary tables with them; packed ones as lists."""
-    found = dict(nnx.traversals.flatten_mapping(frozen.params))
-    for path, matrices in packed_parts(frozen()).items():
-        found = {each: leaf for each, leaf in found.items() if each[: len(path)] != path}
-        found[(*path, "weight")] = matrices
-    return found
 
 
 def _tables(
