@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from convert.build import Loaded
 from convert.errors import ArtifactError
-from convert.paths import is_checkpoint
+from convert.paths import ADAPTER_CONFIG, is_checkpoint
 from convert.report import Report
 from jaxdraft.config import DrafterKind
 
@@ -68,6 +68,7 @@ def load_folder(
     drafter: str | Path | None = None,
     dtype: DTypeLike | None = None,
     packed: bool | None = None,
+    adapter: str | Path | None = None,
     context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
@@ -78,6 +79,7 @@ def load_folder(
       drafter: likewise.
       dtype: likewise.
       packed: likewise.
+      adapter: likewise; only for checkpoints.
       context_length: likewise; only for checkpoints.
       progress: likewise.
 
@@ -90,14 +92,25 @@ def load_folder(
     if not is_checkpoint(folder):
         from convert.artifact.load import load_artifact
 
+        if (Path(folder) / ADAPTER_CONFIG).is_file():
+            raise ArtifactError(
+                Path(folder).name,
+                ADAPTER_CONFIG,
+                "an adapter",
+                "its base, as in load(BASE, adapter=FOLDER)",
+            )
+
         if context_length is not None:
             raise ValueError(
                 f"context_length is {context_length}; an ONNX artifact has the tables of its own"
             )
+        if adapter is not None:
+            raise ValueError(f"adapter is {str(adapter)!r}; an ONNX artifact takes none")
         return load_artifact(folder, packed=bool(packed), **options)
     from convert.checkpoint.load import load_checkpoint
 
-    return load_checkpoint(folder, context_length=context_length, packed=packed, **options)
+    options |= dict(context_length=context_length, packed=packed, adapter=adapter)
+    return load_checkpoint(folder, **options)
 
 
 def inspect_folder(folder: str | Path, drafter: str | Path | None = None) -> Report:

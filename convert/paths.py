@@ -16,6 +16,9 @@ GENAI_CONFIG = "genai_config.json"
 CONFIG = "config.json"
 """File that identifies a checkpoint."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that makes a folder a LoRA adapter."""
+
 _DRIVE = re.compile(r"^[A-Za-z]:")
 
 _MAX_NAME = 1024

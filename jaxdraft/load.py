@@ -37,6 +37,7 @@ def load(
     blocked: bool = False,
     drafter: str | Path | Model | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     kernels: str | None = None,
     context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -68,6 +69,9 @@ def load(
         checkpoint has; an artifact has at most one.
       revision: branch, tag or commit of a repository. Default: what ``folder`` says after an
         ``@``, else ``main``.
+      adapter: LoRA adapter of a checkpoint's target in PEFT's layout: its folder, or the name of
+        its repository. It is merged into the matrices that it adapts, in float32 and rounded once.
+        Those become floats, with ``packed``, too.
       kernels: "xla", or "pallas" for kernels that were compiled for GPUs but never run on one; see
         :mod:`jaxdraft.kernels`. Default: the environment variable ``JAXDRAFT_KERNELS``, or "xla".
       context_length: maximum length of a sequence, for which a checkpoint's rotary tables are made:
@@ -106,6 +110,7 @@ def load(
         drafter=drafter,
         dtype=dtype,
         packed=packed,
+        adapter=None if adapter is None else locate(adapter),
         context_length=context_length,
         progress=progress,
     )

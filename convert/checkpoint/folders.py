@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from convert.checkpoint.adapter import Delta, read_adapter
 from convert.checkpoint.block_config import TRUST, read_block
 from convert.checkpoint.config import TargetFacts, read_target
 from convert.checkpoint.eagle3_config import is_eagle3, read_eagle3
@@ -88,6 +89,7 @@ class TargetFolder(PartFolder):
     facts: TargetFacts
     head: Sequence[Entry]  # of a multi-token-prediction head; empty: none is loaded
     stop_ids: tuple[int, ...]
+    deltas: Mapping[str, Delta] = dataclasses.field(default_factory=dict)  # of an adapter
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
         return self.stored(requested, self.facts.dtype)
@@ -147,6 +149,24 @@ def open_target(
         _report_aside(facts.family.aside, tensors, own)
         _report_files(home, tensors, own)
     return TargetFolder(home, layout, tensors, facts, [], stop_ids)
+
+
+def with_adapter(
+    target: TargetFolder, folder: Path, files: DataFiles, remarks: Remarks
+) -> TargetFolder:
+    """Return a target whose matrices have the changes of an adapter.
+
+    Raises:
+      ArtifactError: with every problem found.
+    """
+    adapter = read_adapter(folder, target.layout, files, remarks)
+    for name, tensor in adapter.whole.items():
+        stored = target.tensors.get(name)
+        if stored is None or stored.data_type not in FLOATS:
+            expected = "one that the target stores as floats"
+            raise ArtifactError(tensor.file, f"tensor {name}", "a whole matrix", expected)
+    tensors = {**target.tensors, **adapter.whole}
+    return dataclasses.replace(target, tensors=tensors, deltas=adapter.deltas)
 
 
 def _prefixed(facts: TargetFacts, names: Collection[str]) -> TargetFacts:

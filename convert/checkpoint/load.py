@@ -24,6 +24,7 @@ def load_checkpoint(
     dtype: DTypeLike | None = None,
     context_length: int | None = None,
     packed: bool | None = None,
+    adapter: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Loaded:
     """Read the checkpoint of a target, and of one of its drafters.
@@ -40,6 +41,7 @@ def load_checkpoint(
       context_length: maximum length of a sequence; see :func:`jaxdraft.load`.
       packed: keep quantized matrices packed in memory; see :func:`convert.packed.pack`. Default:
         those in MXFP4 alone.
+      adapter: folder of a LoRA adapter for the target; see :mod:`convert.checkpoint.adapter`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
 
     Raises:
@@ -49,7 +51,12 @@ def load_checkpoint(
     if dtype is not None:
         dtype = float_dtype(dtype)
     plan = plan_checkpoint(
-        Path(folder), drafter, dtype, context_length=context_length, packed=packed
+        Path(folder),
+        drafter,
+        dtype,
+        context_length=context_length,
+        packed=packed,
+        adapter=None if adapter is None else Path(adapter),
     )
     try:
         plan.problems.raise_any()

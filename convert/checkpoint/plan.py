@@ -18,6 +18,7 @@ from convert.checkpoint.folders import (
     open_block,
     open_target,
     weights_file,
+    with_adapter,
     with_head,
 )
 from convert.checkpoint.tensors import make_shell
@@ -79,6 +80,7 @@ def plan_checkpoint(
     numbers: bool = True,
     context_length: int | None = None,
     packed: bool | None = None,
+    adapter: Path | None = None,
 ) -> CheckpointPlan:
     """Read configurations and headers, for loading and for reports, which judge by the same rules.
 
@@ -88,6 +90,7 @@ def plan_checkpoint(
         a target without weights is enough.
       context_length: as in :func:`~convert.checkpoint.load.load_checkpoint`.
       packed: keep quantized matrices packed; None: those in MXFP4 alone.
+      adapter: folder of a LoRA adapter for the target.
 
     Raises:
       ValueError: there is no such drafter.
@@ -98,6 +101,8 @@ def plan_checkpoint(
             folder, plan.files, plan.remarks, outline=not numbers, context=context_length
         )
         plan.config = target.facts.config
+        if adapter is not None:
+            target = plan.target = with_adapter(target, adapter, plan.files, plan.remarks)
         found = find_drafters(folder, target)
         plan.drafters = tuple(found)
         chosen = choose_drafter(drafter, folder, found, target)
@@ -134,6 +139,7 @@ def _add_shells(
         file,
         facts.quantized,
         packed,
+        target.deltas,
     )
     if plan.block is not None:
         described, rope = plan.block.facts.config, plan.block.facts.rope

@@ -134,6 +134,15 @@ def _cut_short(path: Path) -> str | None:
     return f"{size} bytes, of the {end} that its header describes" if size < end else None
 
 
+def read_file(folder: Path, name: str, files: DataFiles) -> dict[str, Tensor]:
+    """Return every tensor of one safetensors file of a folder, by name.
+
+    Raises:
+      ArtifactError: the file is missing, invalid or outside the folder.
+    """
+    return _read_shard(locate(folder, name, folder.name, "weights"), name, files)
+
+
 def _read_shard(path: Path, file: str, files: DataFiles) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="numpy") as opened:

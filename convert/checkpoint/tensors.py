@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from convert.build import Shell, abstract, check, split
+from convert.checkpoint.adapter import Delta, Merged
 from convert.checkpoint.packings import (
     Expected,
     companions,
@@ -230,12 +231,14 @@ def make_shell(
     file: str,
     quantized: Quantized | None = None,
     packed: bool | None = None,
+    deltas: Mapping[str, Delta] | None = None,
 ) -> Shell:
     """Return the module without numbers, and the recipe of each parameter.
 
     ``tables`` makes the cosines and sines of each module that
     :data:`~jaxdraft.checkpoint.layout.ROTARY` names. With ``packed``, quantized matrices stay
-    packed; with None, those of :data:`PACKED` alone; see :func:`convert.packed.pack`.
+    packed; with None, those of :data:`PACKED` alone; see :func:`convert.packed.pack`. Matrices with
+    changes of an adapter, ``deltas``, become floats.
     """
     made = abstract(module, config, dtype)
     structure, wanted = split(made)
@@ -247,6 +250,10 @@ def make_shell(
             recipes[entry.path] = Recipe.of(Made(shape, zeros))
         else:
             pieces = [_piece(part, entry.form, tensors, quantized) for part in entry.tensors]
+            pieces = [
+                Merged(piece, deltas[part.name]) if deltas and part.name in deltas else piece
+                for piece, part in zip(pieces, entry.tensors, strict=True)
+            ]
             recipes[entry.path] = Recipe.stack(shape, pieces)
     for path in wanted:
         if path[0] in ROTARY:
