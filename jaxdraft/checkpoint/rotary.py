@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxdraft.checkpoint.layout import ROTARY
+from jaxdraft.checkpoint.layout import Path as ParameterPath
 from jaxdraft.rope import Rope
 
 Array = np.ndarray
@@ -64,3 +68,31 @@ def recover(cos: Array, sin: Array) -> Rope | None:
         if rope.theta > 0 and fits(rope, cos, sin):
             return rope
     return None
+
+
+def tables_of(
+    folder: str, found: Mapping[ParameterPath, Any], module: str = ROTARY[0]
+) -> tuple[Array, Array]:
+    """Return the rotary tables among the parameters of a module.
+
+    Args:
+      folder: name of the folder to be written, for messages.
+      found: the parameters.
+      module: one of :data:`jaxdraft.checkpoint.layout.ROTARY`.
+
+    Raises:
+      ValueError: there are none.
+    """
+    paths = (module, "cos"), (module, "sin")
+    if any(path not in found for path in paths):
+        raise ValueError(f"{folder}: there are no rotary tables; a checkpoint must describe some")
+    cos, sin = (np.asarray(found[path]) for path in paths)
+    return cos, sin
+
+
+def check_tables(
+    folder: str, found: Mapping[ParameterPath, Any], rope: Rope, module: str = ROTARY[0]
+) -> None:
+    """Raise if the tables of :func:`tables_of` are not those of ``rope``."""
+    if not fits(rope, *tables_of(folder, found, module)):
+        raise ValueError(f"{folder}: the rotary tables are not those of {rope}")

@@ -58,7 +58,7 @@ from jaxdraft.checkpoint.packed import (
     rows_of,
     same_table,
 )
-from jaxdraft.checkpoint.rotary import fits, recover
+from jaxdraft.checkpoint.rotary import check_tables, fits, recover, tables_of
 from jaxdraft.config import DRAFT_MODEL, BlockDrafterConfig, DrafterKind, MoeConfig
 from jaxdraft.draft.block import BlockDrafter, draft_head
 from jaxdraft.draft.chain import ChainDrafter
@@ -328,7 +328,7 @@ class _Folders:
         tensors = list(self._tensors(self.home, layout, found, bits, schemes))
         if mtp is not None:
             head = parameters_of(mtp.mtp)
-            _check_tables("mtp", head, ropes[0])
+            check_tables("mtp", head, ropes[0])
             tensors += self._tensors(self.home, mtp_layout(mtp.config), head, bits, schemes)
         if family.tower:
             for name, shape in config_json.vision_tower(config).items():
@@ -409,11 +409,11 @@ class _Folders:
         """Return the description of rotary tables: the caller's, their own, or a plain one."""
         given = self.ropes.get(folder)
         if given is not None:
-            _check_tables(folder, found, given, module)
+            check_tables(folder, found, given, module)
             return given
-        if own is not None and fits(own, *_tables(folder, found, module)):
+        if own is not None and fits(own, *tables_of(folder, found, module)):
             return own
-        rope = recover(*_tables(folder, found, module))
+        rope = recover(*tables_of(folder, found, module))
         if rope is None:
             raise ValueError(
                 f"{folder}: cannot infer rope_theta from the rotary tables; pass "
@@ -565,19 +565,6 @@ def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
     return draft_head(drafter.backbone, head, drafter.config)
 
 
-def _tables(
-    folder: str, found: Parameters, module: str = ROTARY[0]
-) -> tuple[np.ndarray, np.ndarray]:
-    paths = (module, "cos"), (module, "sin")
-    if any(path not in found for path in paths):
-        raise ValueError(f"{folder}: there are no rotary tables; a checkpoint must describe some")
-    cos, sin = (np.asarray(found[path]) for path in paths)
-    return cos, sin
-
-
-def _check_tables(folder: str, found: Parameters, rope: Rope, module: str = ROTARY[0]) -> None:
-    if not fits(rope, *_tables(folder, found, module)):
-        raise ValueError(f"{folder}: the rotary tables are not those of {rope}")
 
 
 def _tokenizer_files(model: Any, tokenizer: str | Path | None) -> list[Path]:

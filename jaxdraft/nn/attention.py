@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import PALLAS, XLA
-from jaxdraft.nn.linear import Linear, along_last, precision
+from jaxdraft.nn.linear import Linear, along_last, precision, soft_cap
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import rotate
 from jaxdraft.state.paged import Chunk, Source
@@ -396,8 +396,7 @@ def _scores(
         precision=precision(q.dtype),
         preferred_element_type=jnp.float32,
     )
-    if config.softcap:
-        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    scores = soft_cap(scores, config.softcap)
     key = chunk.positions[:, :, None, :]
     at = positions[:, None, :, None]
     seen = key >= 0

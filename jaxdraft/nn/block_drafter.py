@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxdraft.config import BlockDrafterConfig, ConvConfig
 from jaxdraft.kernels import XLA
 from jaxdraft.nn.attention import attend
-from jaxdraft.nn.linear import Linear, Table, matmul
+from jaxdraft.nn.linear import Linear, Table, matmul, soft_cap
 from jaxdraft.nn.mlp import Mlp
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.packed import PackedMatrix
@@ -216,10 +216,7 @@ class BlockBackbone(nnx.Module):
         logits = matmul(features, weight, out_dtype=jnp.float32)
         if config.logit_multiplier != 1.0:
             logits = logits * jnp.float32(config.logit_multiplier)
-        if config.logit_softcap:
-            cap = jnp.float32(config.logit_softcap)
-            logits = cap * jnp.tanh(logits / cap)
-        return logits
+        return soft_cap(logits, config.logit_softcap)
 
     def context(
         self, aux: jax.Array, positions: jax.Array

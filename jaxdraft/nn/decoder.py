@@ -14,7 +14,7 @@ from jaxdraft.base import TargetOutput
 from jaxdraft.config import TargetConfig
 from jaxdraft.nn.attention import Attention, attend
 from jaxdraft.nn.delta_net import DeltaNet
-from jaxdraft.nn.linear import Embedding, Linear, matmul
+from jaxdraft.nn.linear import Embedding, Linear, matmul, soft_cap
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.packed import PackedMatrix
@@ -104,8 +104,7 @@ class Decoder(nnx.Module):
             logits = self.own_head(hidden, out_dtype=jnp.float32)
         else:
             logits = matmul(hidden, self.embed.table, out_dtype=jnp.float32)
-        cap = self.config.softcap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return soft_cap(logits, self.config.softcap)
 
     def turns(self, positions: jax.Array) -> dict[str, Turns]:
         """Return cos and sin at ``positions`` [B, T] for each kind of layer that attends."""

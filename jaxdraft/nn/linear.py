@@ -27,6 +27,11 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """Return ``cap * tanh(x / cap)``; 0 is no cap. Source: Gemma 2, arXiv:2408.00118, section 2."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 class Linear(nnx.Module):
     """``y = x @ W.T`` with W stored as [out, in].
 

@@ -12,6 +12,7 @@ from jax import lax
 from jaxdraft.base import MASKED
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.linear import soft_cap
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.train.blocks import block_features, following
@@ -91,6 +92,7 @@ class DraftLoss:
     Attributes:
       embedding: [V, D], the target's embedding.
       head: [V, D], the target's head.
+      softcap: ``softcap`` of the target's description, for its probabilities.
       decay: number of drafts over which the weight falls by a factor of e.
       head_weight: weight of the first term.
       pair_weight: weight of the second term.
@@ -103,6 +105,7 @@ class DraftLoss:
 
     embedding: jax.Array | PackedMatrix
     head: jax.Array | PackedMatrix
+    softcap: float = 0.0
     decay: float = 4.0
     head_weight: float = 1.0
     pair_weight: float = 1.0
@@ -230,10 +233,9 @@ class DraftLoss:
             **acceptance(batch.greedy, right, overlap),
         }
 
-    @staticmethod
-    def _teacher(hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
+    def _teacher(self, hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
         """Return the target's logits [B, n, K, V]."""
-        return lax.stop_gradient(head_logits(hidden, head))
+        return soft_cap(lax.stop_gradient(head_logits(hidden, head)), self.softcap)
 
     def _mixed(
         self, logits: jax.Array, labels: jax.Array, teacher: jax.Array, greedy: jax.Array

@@ -17,7 +17,7 @@ from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.nn.attention import Attention, share_of_keys
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.delta_net import DeltaNet, delta_rule
-from jaxdraft.nn.linear import matmul, precision, take
+from jaxdraft.nn.linear import matmul, precision, soft_cap, take
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.state.recurrent import Capsule, Recurrent, commit
@@ -88,8 +88,7 @@ def causal_attention(
         precision=precision(q.dtype),
         preferred_element_type=jnp.float32,
     )
-    if config.softcap:
-        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    scores = soft_cap(scores, config.softcap)
     row, column = (
         jnp.arange(steps, dtype=jnp.int32)[:, None],
         jnp.arange(steps, dtype=jnp.int32)[None],

@@ -21,7 +21,7 @@ from jaxdraft.testing import (
     random_target,
     windowed_target_config,
 )
-from jaxdraft.train.losses import language_loss
+from jaxdraft.train.losses import DraftLoss, language_loss
 from jaxdraft.train.sequence import decoder_rows
 
 CONFIGS = {
@@ -99,6 +99,15 @@ def test_every_parameter_has_a_gradient(name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         label = jax.tree_util.keystr(path)
         assert "rotary" in label or float(jnp.abs(leaf).max()) > 1e-8, label
+
+
+def test_drafters_are_taught_by_capped_logits() -> None:
+    one, decoder = target("windowed"), target("windowed").decoder()
+    hidden, table = decoder_rows(decoder, tokens()).hidden, decoder.embed.weight[...]
+    loss = DraftLoss(embedding=table, head=table, softcap=one.config.softcap)
+    np.testing.assert_allclose(loss._teacher(hidden, table), decoder.logits(hidden), atol=1e-6)
+    plain = DraftLoss(embedding=table, head=table)._teacher(hidden, table)
+    assert float(jnp.abs(plain).max()) > one.config.softcap
 
 
 @every
