@@ -565,8 +565,6 @@ def _rows_of(head: Any, drafter: BlockDrafter | ChainDrafter) -> Any:
     return draft_head(drafter.backbone, head, drafter.config)
 
 
-
-
 def _tokenizer_files(model: Any, tokenizer: str | Path | None) -> list[Path]:
     text = getattr(model, "text", None)
     source = tokenizer or getattr(text, "source", None)
