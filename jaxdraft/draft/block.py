@@ -379,7 +379,7 @@ class BlockDrafter(DrafterDefaults):
         past = state.length + config.block_size > config.context_length
         reason = _unless(reason, past, NoDraft.CONTEXT)
         drafts = reason == NoDraft.DRAFTED
-        anchor = jnp.clip(feed.anchor, 0, config.vocab_size - 1)
+        anchor = feed.anchor
         lattice = found = None
         if config.chained:
             found, rows = self._chain(state, anchor, feed.draw, jnp.any(drafts))
@@ -412,8 +412,9 @@ class BlockDrafter(DrafterDefaults):
             return Lattice(jnp.zeros(shape, jnp.int32), scores), self._no_rows(shape[0])
 
         def drafted() -> tuple[Lattice, jax.Array | None]:
-            features = self.features(state, anchor)
-            return self._edges(features, anchor), self._rows(features)
+            known = self._known(anchor)
+            features = self.features(state, known)
+            return self._edges(features, known), self._rows(features)
 
         return lax.cond(needed, drafted, nothing)
 
@@ -428,9 +429,10 @@ class BlockDrafter(DrafterDefaults):
             return Chain.zeros(batch, self.draft_tokens, wide), self._no_rows(batch)
 
         def drafted() -> tuple[Chain, jax.Array | None]:
-            backbone, features = self.backbone(), self.features(state, anchor)
+            backbone, known = self.backbone(), self._known(anchor)
+            features = self.features(state, known)
             logits = backbone.logits(features, self.head)
-            return chain(backbone, features, logits, anchor, draw), self._rows(features)
+            return chain(backbone, features, logits, known, draw), self._rows(features)
 
         return lax.cond(needed, drafted, nothing)
 
@@ -456,7 +458,7 @@ class BlockDrafter(DrafterDefaults):
         """
         assert self.confidence is not None
         backbone = self.backbone()
-        before = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+        before = jnp.concatenate([self._known(anchor)[:, None], tokens[:, :-1]], axis=1)
         trust = jax.nn.sigmoid(backbone.trust(rows, backbone.predecessors(before)))
         reached = jnp.cumprod(trust, axis=1) >= jnp.asarray(self.confidence, jnp.float32)
         return jnp.sum(reached, axis=1, dtype=jnp.int32)
@@ -478,8 +480,12 @@ class BlockDrafter(DrafterDefaults):
 
     def lattice(self, state: BlockState, anchor: jax.Array) -> Lattice:
         """Return the candidates and edge scores after ``anchor`` [B], for every row."""
-        anchor = jnp.clip(anchor, 0, self.config.vocab_size - 1)
+        anchor = self._known(anchor)
         return self._edges(self.features(state, anchor), anchor)
+
+    def _known(self, anchor: jax.Array) -> jax.Array:
+        """Return tokens of the vocabulary; rows without drafts may hold any."""
+        return jnp.clip(anchor, 0, self.config.vocab_size - 1)
 
     def features(self, state: BlockState, anchor: jax.Array) -> jax.Array:
         """Return the block's final-normed rows after ``anchor`` [B], one per draft: [B, K, D]."""
