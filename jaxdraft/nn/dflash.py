@@ -18,5 +18,6 @@ class DFlash(BlockBackbone):
         self, features: jax.Array, previous: jax.Array, candidates: jax.Array
     ) -> jax.Array:
         """See :meth:`BlockBackbone.pair_scores`."""
-        del features, previous
-        return jnp.zeros((*candidates.shape, candidates.shape[-1]), jnp.float32)
+        del features
+        shape = (*candidates.shape[:-1], previous.shape[-1], candidates.shape[-1])
+        return jnp.zeros(shape, jnp.float32)

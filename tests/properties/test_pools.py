@@ -202,6 +202,12 @@ give_back = jax.jit(paged.release)
 
 
 @jax.jit
+def with_cache(state: BlockState, cache: Ring | PagedPool) -> BlockState:
+    """The state with another cache: these drafters have one."""
+    name = "ring" if isinstance(cache, Ring) else "pages"
+    return dataclasses.replace(state, **{name: cache})
+
+
 def read(cache: Ring, q: jax.Array, positions: jax.Array) -> jax.Array:
     return attend(q, positions, ring.source(cache, 0), CONFIG, causal=False)
 
@@ -262,7 +268,7 @@ def test_permuting_rows_and_pages_changes_nothing(kind: str) -> None:
         state = pooled(kind, rings=BATCH, pages=4 * BATCH)
         if pages is not None:
             stack = jax.random.permutation(jax.random.key(pages), state.cache.free)
-            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, free=stack))
+            state = with_cache(state, dataclasses.replace(state.cache, free=stack))
         said, at = [], np.zeros(BATCH, int)
         for rows, count in zip(aux, amounts, strict=True):
             given_ = feed(kind, at[order], count[order], aux=rows[order])
@@ -292,7 +298,7 @@ def test_nobody_else_is_touched(kind: str) -> None:
     nine = dataclasses.replace(
         state.cache, keys=tuple(jnp.full_like(k, 9.0) for k in state.cache.keys)
     )
-    state = dataclasses.replace(state, cache=nine)
+    state = with_cache(state, nine)
     at = np.zeros(BATCH, int)
     for round_ in range(10):
         count = np.asarray([2, 1 + round_ % 2, 0, 0])
