@@ -197,7 +197,7 @@ def _weights(home: str, inside: Names, read_index: ReadIndex) -> set[str]:
 
 
 def _formats(names: Names) -> str:
-    """Say which weights there are, and what would be needed."""
+    """Describe the weights of a repository, and those that would be needed."""
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     if ggufs:
         return f"it holds GGUF files; name one of them, as in 'owner/name/{ggufs[0]}'"

@@ -297,7 +297,7 @@ def _place(module: nnx.Module, path: Path) -> tuple[Any, str, Any] | None:
 
 
 def _runs(sources: Sequence[Source]) -> list[list[Source]]:
-    """Group neighbours that can stand one below the other in one packed matrix."""
+    """Group neighbours that can be concatenated in one packed matrix."""
     runs: list[list[Source]] = []
     for source in sources:
         if runs and _alike(runs[-1][-1], source):

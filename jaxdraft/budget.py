@@ -135,7 +135,7 @@ DrafterCost = Windowed | Mirrored | Mixed | Fixed
 
 
 def recurrent_bytes(config: DeltaNetConfig, layers: int, dtype: Any) -> int:
-    """Bytes per row of delta-net state: float32, with convolution rows in the activation dtype."""
+    """Return the bytes per row of delta-net state: float32, with convolution rows in ``dtype``."""
     state = config.value_heads * config.key_dim * config.value_dim * 4
     conv = (config.conv_width - 1) * config.channels * jnp.dtype(dtype).itemsize
     return layers * (state + conv)

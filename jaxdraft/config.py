@@ -63,7 +63,7 @@ class KvShape:
         return self.dtype.itemsize
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
+        """Return the bytes of one page, all layers: ``2 * L * Z * G * H * itemsize``."""
         return 2 * self.layers * page_size * self.kv_heads * self.head_dim * self.itemsize
 
 
@@ -304,7 +304,7 @@ class TargetConfig:
         return len(self.taps) * self.width
 
     def feed_forward(self, layer: int) -> MlpConfig | MoeConfig:
-        """The feed-forward part of a layer."""
+        """Return the feed-forward part of a layer."""
         if layer not in self.dense_layers:
             return self.mlp
         assert self.dense is not None

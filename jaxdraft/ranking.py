@@ -77,7 +77,7 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_lines(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Do the same as :func:`largest_first` with sorts of a few thousand numbers."""
+    """Compute :func:`largest_first` with sorts of a few thousand numbers."""
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32)  # one zero
     high = jnp.uint32(0x80000000)
     order = jnp.where(bits & high, ~bits, bits | high)  # integers in the order of the scores

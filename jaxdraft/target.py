@@ -37,10 +37,10 @@ class DecoderTarget:
         return cls(Frozen.of(decoder), decoder.config, decoder.embed.table.dtype)
 
     def blocked(self) -> DecoderTarget:
-        """The same target, its matrices in blocks too: twice the memory, for short windows on CPUs.
+        """Return the target with its matrices in blocks, too, for short windows on CPUs.
 
-        Matrices whose outputs do not divide into blocks, and experts, are left as they are. See
-        :class:`jaxdraft.nn.linear.BlockedLinear`.
+        This takes twice the memory. Experts, and matrices whose outputs do not divide into blocks,
+        are left as they are. See :class:`jaxdraft.nn.linear.BlockedLinear`.
         """
         decoder = self.decoder()
         add_blocks(decoder)

@@ -352,7 +352,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter would escape it for HTML."""
+    """Return plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

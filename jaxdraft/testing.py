@@ -277,7 +277,7 @@ def tiny_target_config(**changes: Any) -> TargetConfig:
 
 
 def windowed_target_config(**changes: Any) -> TargetConfig:
-    """Attention alone, with the properties of Gemma; layers with a window of six keys.
+    """Return attention alone, with Gemma's properties and layers with a window of six keys.
 
     Norms on both sides, rotary tables for each kind of layer, soft-caps, an embedding that is
     scaled and the head, too, and GELU.
@@ -303,7 +303,7 @@ def windowed_target_config(**changes: Any) -> TargetConfig:
 
 
 def biased_target_config(**changes: Any) -> TargetConfig:
-    """Attention alone, with biases everywhere and norms after each part of a layer.
+    """Return attention alone, with biases everywhere and norms after each part of a layer.
 
     Queries and keys are normed over all heads, as in OLMo 2. Half of each head is rotated, in
     neighbouring pairs, as in GLM-4, with the frequencies of Llama 3.
@@ -331,7 +331,7 @@ def biased_target_config(**changes: Any) -> TargetConfig:
 
 
 def experts_target_config(**changes: Any) -> TargetConfig:
-    """Attention alone, with the properties of gpt-oss: sinks, biases, experts that are clamped.
+    """Return attention alone, with gpt-oss's properties: sinks, biases, clamped experts.
 
     Layers with a window of six keys are first and last. The middle layer is dense.
     """

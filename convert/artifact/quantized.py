@@ -61,7 +61,7 @@ class Blocks:
 
 
 def values_per_byte(bits: int, *, signed: bool = False, zero: int = 0) -> Array:
-    """``[256, 8 / bits]`` float32: the values, less ``zero``, that each byte holds."""
+    """Return the values of each byte, less ``zero``: ``[256, 8 / bits]`` float32."""
     byte = np.arange(256)[:, None] >> np.arange(0, 8, bits)
     value = byte & ((1 << bits) - 1)
     if signed:

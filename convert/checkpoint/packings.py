@@ -342,7 +342,7 @@ def _float_quantized(
 
 def _awq(scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, Tensor]) -> Source:
     def columns(tensor: Tensor, start: int, stop: int) -> Array:
-        """Some columns of a matrix of words, [rows, stop - start]."""
+        """Return some columns of a matrix of words, [rows, stop - start]."""
         words = tensor.read()[:, start // 8 : -(-stop // 8)]
         nibbles = _unpack(words, 4, axis=1).reshape(len(words), -1, 8)[..., _AWQ_NIBBLES]
         return nibbles.reshape(len(words), -1)[:, start % 8 :][:, : stop - start]
@@ -381,7 +381,7 @@ def _gptq(scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, Tensor]) 
 
 
 def _unpack(words: Array, bits: int, *, axis: int) -> Array:
-    """int32 words -> uint8 values, low bits first, ``32 / bits`` times as many along ``axis``.
+    """Unpack int32 words to uint8, low bits first, ``32 / bits`` times as many along ``axis``.
 
     Example, 4 bits: the word 0x21 is 1 2 0 0 0 0 0 0.
     """

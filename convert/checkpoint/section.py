@@ -160,7 +160,7 @@ class ModelSection(Section):
         return tuple(map(float, values))
 
     def quantized(self) -> Quantized | None:
-        """How matrices are stored in few bits, or None."""
+        """Return the storage of matrices in few bits, or None."""
         if self.body.get("quantization_config") is None:
             return None
         return read_quantization(self.section("quantization_config"))

@@ -130,7 +130,7 @@ class GgufTensor(QuantizedTensor):
 
 
 def _half(at: int) -> Part:
-    """The float16 number at a byte of each block, [n, 1]."""
+    """Return the float16 number at a byte of each block, [n, 1]."""
     return lambda blocks: np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
@@ -139,7 +139,7 @@ def _negative(part: Part) -> Part:
 
 
 def _fields(raw: Array, bits: int, run: int) -> Array:
-    """Values of ``bits`` bits: the lowest bits of ``run`` bytes come first, then the next higher.
+    """Return values of ``bits`` bits: the lowest bits of ``run`` bytes first, then the next higher.
 
     Example, 4 bits and runs of 2 bytes: 21 43 is 1 3 2 4.
 
@@ -160,7 +160,7 @@ def _bits_of(raw: Array) -> Array:
 
 
 def _six_bits(raw: Array) -> tuple[Array, Array]:
-    """Eight scales and eight minima of six bits in twelve bytes [n, 12], each [n, 8].
+    """Return eight scales and eight minima of six bits from twelve bytes [n, 12], each [n, 8].
 
     Bytes 0-3 hold scales 0-3 in their low six bits, bytes 4-7 minima 0-3. Scales and minima 4-7
     have their low four bits in the halves of bytes 8-11, and their high two in the bits that are
@@ -183,7 +183,7 @@ def _q3_scales(blocks: Array) -> Array:
 
 
 def _q5(halves: slice, fifth: slice, add: int) -> Part:
-    """Five bits: the halves of a block of 32, and the bits of four bytes."""
+    """Decode five bits: the halves of a block of 32, and the bits of four bytes."""
 
     def unpack(blocks: Array) -> Array:
         high = _bits_of(blocks[:, fifth])
@@ -193,7 +193,7 @@ def _q5(halves: slice, fifth: slice, add: int) -> Part:
 
 
 def _q3_k(blocks: Array) -> Array:
-    """Two bits, less four where the third bit is not set; plus 8, to be at least 0."""
+    """Decode two bits, less four where the third bit is not set; plus 8, to be at least 0."""
     third = _fields(blocks[:, :32], 1, 32)
     return _fields(blocks[:, 32:96], 2, 32) + np.uint8(4) + (third << 2)
 
@@ -203,7 +203,7 @@ def _q5_k(blocks: Array) -> Array:
 
 
 def _q6_k(blocks: Array) -> Array:
-    """Six bits, less 32; as they are less 128 in memory, plus 96."""
+    """Decode six bits, less 32: plus 96, because they are less 128 in memory."""
     high = _fields(blocks[:, 128:192], 2, 32)
     return (_fields(blocks[:, :128], 4, 64) | high << 4) + np.uint8(96)
 

@@ -28,7 +28,7 @@ def block_json(
     dtype: str,
     bits: int | None = None,
 ) -> Json:
-    """``config.json`` of a block drafter.
+    """Return ``config.json`` of a block drafter.
 
     Args:
       config: its description.

@@ -225,7 +225,7 @@ def packed_of(name: str) -> str:
 
 
 def blocks_of(name: str) -> tuple[str, str]:
-    """Names of the numbers and of the scales of experts in MXFP4."""
+    """Return the names of the numbers and of the scales of experts in MXFP4."""
     return f"{name}_blocks", f"{name}_scales"
 
 

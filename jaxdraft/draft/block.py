@@ -138,7 +138,7 @@ class BlockDrafter(DrafterDefaults):
         config: BlockDrafterConfig,
         dtype: jnp.dtype,
     ) -> BlockDrafter:
-        """A drafter beside the target whose ``embedding`` and ``head`` [V, D] are given whole."""
+        """Return a drafter for the target with this full ``embedding`` and ``head`` [V, D]."""
         return cls(backbone, embedding, draft_head(backbone, head, config), config, dtype)
 
     @property
@@ -574,5 +574,5 @@ def _start(rings: Ring | None, pages: PagedPool | None) -> BlockState:
 
 
 def _unless(reason: jax.Array, condition: jax.Array, why: NoDraft) -> jax.Array:
-    """``why`` where the row would have drafted and ``condition`` holds."""
+    """Return ``why`` where a row would have drafted and ``condition`` holds, else ``reason``."""
     return jnp.where((reason == NoDraft.DRAFTED) & condition, int(why), reason)

@@ -82,7 +82,7 @@ class ConfidentDrafter(Wrapper):
         return state, replace(proposal, tokens=tokens, length=length), replace(info, reason=reason)
 
     def width(self, lattice: Lattice, limit: jax.Array | None = None) -> jax.Array:
-        """Drafts that pay best, [B] int32 in 0..K; no more than ``limit`` [B], if it is given.
+        """Return the number of drafts that pay best, [B] int32 in 0..K, at most ``limit`` [B].
 
         Example, K = 2, round_cost 0.5: shares 0.4, 0.5 promise 1.4 and 1.6 tokens for 1.5 steps,
         and no drafts 1 for 1: two drafts, and none for a row that can use one. Shares 0.3, 0.5
@@ -92,7 +92,7 @@ class ConfidentDrafter(Wrapper):
 
     @staticmethod
     def shares(lattice: Lattice) -> jax.Array:
-        """What the greedy walk's row gives to the candidate it takes, [B, K] float32.
+        """Return the probability of each candidate of the greedy walk in its row, [B, K] float32.
 
         Zero where scores are not finite.
         """

@@ -200,7 +200,7 @@ class Engine:
 
     @exclusive
     def extend(self, request: Request, tokens: str | Ids[int], **rules: Any) -> Request:
-        """Another turn: more tokens after all that a finished request holds.
+        """Continue a finished request with another turn: more tokens after all that it holds.
 
         The output equals that of a new request with the whole text as its prompt. The kept part
         of the cache is not recomputed.

@@ -99,7 +99,7 @@ def attend(
     xla: Callable[..., jax.Array],
     splits: int | None = None,
 ) -> jax.Array:
-    """Softmax attention: see :func:`jaxdraft.nn.attention.attend`, which calls this.
+    """Compute softmax attention for :func:`jaxdraft.nn.attention.attend`.
 
     Hidden keys and values are never read, so whatever a free slot holds does no harm.
 
@@ -211,7 +211,7 @@ def _run(
 def _bounds(
     positions: Any, first: Any, end: Any, b: jax.Array, plan: _Plan
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first position that any query of row b can see, the end, and the tiles of a share."""
+    """Return the first position visible to row b, the end, and the tiles of a share."""
     step = iota(power_of_two(plan.steps))
     real = step < plan.steps
     at = plgpu.load(positions.at[b, step], mask=real, other=0)
@@ -298,7 +298,7 @@ def _cached_keys(
     channel: jax.Array,
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A tile's positions, -1 where no key lies, and its keys and values, zero there."""
+    """Return a tile's positions, -1 where no key lies, and its keys and values, zero there."""
     # Example, Z = 4, M = 3: position 13 is in column 3 % 3 = 0, slot 1 of that page.
     column, slot = rem(div(key, plan.slots), plan.columns), rem(key, plan.slots)
     if plan.dense:

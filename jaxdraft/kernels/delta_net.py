@@ -241,7 +241,7 @@ def _recurrence(
     memory: jax.Array,
     steps: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and updates, [T, Dv] each: :func:`jaxdraft.nn.delta_net.delta_rule` of one head."""
+    """Run :func:`jaxdraft.nn.delta_net.delta_rule` of one head: outputs and updates, [T, Dv]."""
     product = functools.partial(
         lax.dot_general, precision=_EXACT, preferred_element_type=jnp.float32
     )
@@ -260,7 +260,7 @@ def _recurrence(
     output = seen * product(q, memory, plain)
 
     def substitute(i: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Row i of the updates is final: take it out of the later rows, and into the outputs."""
+        """Subtract the final row i of the updates from later rows; add it to the outputs."""
         update, output = rows
         this, column = (row == i)[:, None], (row == i)[None, :]
         done = jnp.sum(jnp.where(this, update, 0.0), axis=0)[None, :]
@@ -275,7 +275,7 @@ def _recurrence(
 
 
 def _normalize(x: jax.Array) -> jax.Array:
-    """``x / |x|`` of every row; a zero row stays zero."""
+    """Return ``x / |x|`` of every row; a zero row stays zero."""
     square = jnp.sum(x * x, axis=1)
     return x * lax.rsqrt(jnp.where(square > 0, square, 1.0))[:, None]
 

@@ -155,7 +155,7 @@ def _packed_step(
 
 
 def _rows(form: Form, x: Any, row: jax.Array, real: jax.Array, column: jax.Array) -> jax.Array:
-    """Some columns of the rows, zero past ``inputs``, whatever a packed matrix has there."""
+    """Return some columns of the rows, zero past ``inputs``, where a packed matrix has padding."""
     mask = real[:, None] & (column < form.inputs)[None, :]
     return plgpu.load(x.at[row[:, None], column[None, :]], mask=mask, other=0)
 

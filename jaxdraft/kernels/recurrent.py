@@ -80,7 +80,7 @@ def _kernel(
     channels: int,
     interpret: bool,
 ) -> None:
-    """One value head, or some channels of the convolution's rows, of one row of the batch."""
+    """Commit one value head, or some channels of the convolution's rows, of one batch row."""
     b, part = pl.program_id(0), pl.program_id(1)
 
     @pl.when(part < heads)

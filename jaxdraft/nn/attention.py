@@ -42,7 +42,7 @@ def attend(
     sinks: jax.Array | None = None,
     implementation: str = XLA,
 ) -> jax.Array:
-    """Softmax attention with a running maximum, chunk by chunk.
+    """Compute softmax attention with a running maximum, chunk by chunk.
 
     Only the chunks that hold keys in use are read, so the cost follows the lengths and not the
     capacity, and no copy of a row's whole cache exists.
@@ -386,7 +386,7 @@ def _read_all(
 def _scores(
     form: _Form, q: jax.Array, positions: jax.Array, chunk: Chunk
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores of a chunk's keys, and whether a query sees them, [B, C, G, share * T, S] each."""
+    """Return scores of a chunk's keys, and their visibility, [B, C, G, share * T, S] each."""
     config = form.config
     pages, slots = chunk.keys.shape[1], chunk.keys.shape[3]
     scores = lax.dot_general(
@@ -461,7 +461,7 @@ class Attention(nnx.Module):
     def project(
         self, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Queries [B, T, N, H], keys and values [B, T, G, H], gate [B, T, N * H] or None."""
+        """Return queries [B, T, N, H], keys and values [B, T, G, H], gate [B, T, N * H] or None."""
         c = self.config
         batch, steps, _ = x.shape
         mixed = self.qkv(x)

@@ -48,7 +48,7 @@ class BlockConv(nnx.Module):
         self.base = nnx.Param(jnp.zeros((2, config.taps, width), dtype).at[:, 0].set(1))
 
     def kernels(self, normed: jax.Array) -> jax.Array:
-        """Predicted deltas [B, Q, side, tap, groups] from the normed input [B, Q, D]."""
+        """Predict deltas [B, Q, side, tap, groups] from the normed input [B, Q, D]."""
         batch, rows, width = normed.shape
         shape = (batch, rows, 2, self.config.taps, width // self.config.group)
         return self.projection(normed).reshape(shape)
@@ -91,7 +91,7 @@ class BlockLayer(nnx.Module):
     def keys_values(
         self, rows: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys (normed, rotated) and values [B, T, G, H] of context or block rows [B, T, D]."""
+        """Return normed, rotated keys and values [B, T, G, H] of rows [B, T, D]."""
         a = self.config.attention
         batch, steps, _ = rows.shape
         kv = self.kv(rows).reshape(batch, steps, 2, a.kv_heads, a.head_dim)

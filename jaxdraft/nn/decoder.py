@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Rows after the final norm [..., D] -> [..., V] float32."""
+        """Compute logits [..., V] float32 of rows after the final norm [..., D]."""
         if self.own_head is not None:
             logits = self.own_head(hidden, out_dtype=jnp.float32)
         else:

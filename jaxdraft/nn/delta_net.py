@@ -52,7 +52,7 @@ def delta_rule(
     beta: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """T steps of the recurrence at once, as one unit-triangular system.
+    """Compute T steps of the recurrence at once, as one unit-triangular system.
 
     Unrolling the recurrence with G_i = g_0 + ... + g_i gives, for the updates delta:
 
@@ -310,7 +310,7 @@ class Weights(NamedTuple):
 def prepare(
     config: DeltaNetConfig, weights: Weights, mixed: jax.Array, ba: jax.Array, conv: jax.Array
 ) -> DeltaRows:
-    """Convolve, normalise and gate: all that the recurrence reads, of a :func:`window`."""
+    """Convolve, normalise and gate: compute all inputs of the recurrence of a :func:`window`."""
     c = config
     batch, steps, _ = mixed.shape
     stream, z = mixed[..., : c.channels], mixed[..., c.channels :]
@@ -364,7 +364,7 @@ def _window_of_rates(
     conv: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, Capsule]:
-    """:func:`window`, of rates and decays or of the two factors that they are the product of."""
+    """Call :func:`window` with rates and decays, or with the two factors of their product."""
     ba = rates[0] if len(rates) == 1 else matmul(*rates)
     return window(config, weights, mixed, ba, conv, state)
 
@@ -444,7 +444,7 @@ class DeltaNet(nnx.Module):
         )
 
     def project(self, x: jax.Array, conv: jax.Array) -> DeltaRows:
-        """All that the recurrence reads, of rows [B, T, D]; ``conv`` as in :meth:`__call__`."""
+        """Return all inputs of the recurrence for rows [B, T, D]; see :meth:`__call__`."""
         return prepare(self.config, self.weights, self.qkvz(x), self.ba(x), conv)
 
     def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:

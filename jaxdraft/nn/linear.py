@@ -23,7 +23,7 @@ Weights = tuple[jax.Array, ...]
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """[D] -> [1, ..., 1, D] in the dtype and with the rank of ``x``, to be added or multiplied."""
+    """Reshape [D] to [1, ..., 1, D], with the dtype and rank of ``x``, for sums and products."""
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
@@ -143,9 +143,9 @@ def _matmul_by_blocks_jvp(
 def _repeat(rows: jax.Array, times: int) -> jax.Array:
     """[rows, in] -> [times, rows, in], as a product with ones.
 
-    XLA fuses a broadcast with what makes ``rows``, a norm or an activation, and computes that
-    ``times`` times; a product takes them as they are, and writes fast. The row of zeros keeps it a
-    product: one over a single number is turned into a broadcast.
+    XLA would fuse a broadcast with the computation of ``rows``, a norm or an activation, and repeat
+    it ``times`` times; a product reads its result, and writes fast. The row of zeros keeps this a
+    product: XLA turns a product over a single number into a broadcast.
     """
     flat = jnp.pad(rows.reshape(1, -1), ((0, 1), (0, 0)))
     ones = jnp.ones((times, 2), rows.dtype)
@@ -199,7 +199,7 @@ def take(table: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
 
 
 def matrix(linear: Linear | PackedLinear | PackedRows) -> tuple[Form, Weights] | None:
-    """The form and the arrays of a matrix, as :func:`jaxdraft.nn.packed.multiply` reads them.
+    """Return the form and the arrays of a matrix, for :func:`jaxdraft.nn.packed.multiply`.
 
     None for several matrices in different forms.
     """
@@ -256,12 +256,12 @@ class Frozen(Generic[M]):
         return nnx.merge(self.structure.graphdef, self.params)
 
     def tree_flatten(self) -> tuple[tuple[Any], Structure]:
-        """One child, the arrays."""
+        """Return one child, the arrays, and the structure."""
         return (self.params,), self.structure
 
     @classmethod
     def tree_unflatten(cls, structure: Structure, children: tuple[Any]) -> Frozen[M]:
-        """The inverse of ``tree_flatten``."""
+        """Undo ``tree_flatten``."""
         return cls(children[0], structure)
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """``x / sqrt(mean(x**2) + eps) * weight`` over the last axis, in the dtype of ``x``.
+    """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis, in the dtype of ``x``.
 
     Source: onnxruntime ``SimplifiedLayerNormalization`` (stash_type 1: float32 inside).
 
@@ -25,7 +25,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
-    """``rms_norm(x) * silu(gate)``. Source: onnxruntime ``GatedRMSNorm``.
+    """Return ``rms_norm(x) * silu(gate)``. Source: onnxruntime ``GatedRMSNorm``.
 
     Args:
       x: [..., Dv], one value head per row.
@@ -40,7 +40,7 @@ def gated_rms_norm(x: jax.Array, weight: jax.Array, gate: jax.Array, eps: float)
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
-    """``x / |x|`` over the last axis in float32, without epsilon; a zero vector stays zero.
+    """Return ``x / |x|`` over the last axis in float32, without epsilon; zero stays zero.
 
     Source: ONNX ``LpNormalization`` (p = 2), onnxruntime ``GatedDeltaNet`` (qk_l2_norm = 1).
     """

@@ -116,7 +116,7 @@ class PackedMatrix:
         return self.form.dtype
 
     def dequantized(self) -> jax.Array:
-        """W, [out, in] in ``dtype``."""
+        """Return W, [out, in] in ``dtype``."""
         planes = _planes(self.form, self.arrays)
         values = jnp.moveaxis(planes, 0, -1).reshape(planes.shape[1], -1)[:, : self.form.inputs]
         order = self.arrays.get("order")
@@ -134,7 +134,7 @@ class PackedMatrix:
         return PackedMatrix(arrays, dataclasses.replace(self.form, outputs=len(found), rows=1))
 
     def take(self, outputs: jax.Array) -> jax.Array:
-        """Outputs [...] -> their rows [..., in] in ``dtype``. Indices are clipped."""
+        """Return the rows [..., in] of outputs [...], in ``dtype``. Indices are clipped."""
         rows = self.select(outputs.reshape(-1)).dequantized()
         return rows.reshape(*outputs.shape, self.form.inputs)
 
@@ -173,7 +173,7 @@ class PackedMatrix:
 
 
 def _planes(form: Form, arrays: Arrays) -> jax.Array:
-    """W as [planes, out, bytes]: plane p holds values p, p + 8 / bits, ... of a row.
+    """Return W as [planes, out, bytes]: plane p holds values p, p + 8 / bits, ... of a row.
 
     Flat rows and repeated scales, because XLA's CPU backend runs this on vectors and the same
     over blocks (``q[o, b, i] * scale[o, b]``) number by number, five times slower.
@@ -355,7 +355,7 @@ class PackedLinear(nnx.Module):
         return table.matmul(x, out_dtype=out_dtype)
 
     def dequantized(self) -> jax.Array:
-        """W, [out, in] in ``dtype``."""
+        """Return W, [out, in] in ``dtype``."""
         return self.table.dequantized()
 
 

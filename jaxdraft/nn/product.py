@@ -1,4 +1,4 @@
-"""Products of rows with dense matrices, in the order that each device computes fast."""
+"""Products of rows with dense matrices, in the fastest order for each device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 
 def precision(dtype: DTypeLike) -> lax.Precision:
-    """Full float32 products for float32 operands.
+    """Return the precision of products: full float32 for float32 operands.
 
     On CPUs this changes nothing. On GPUs the default would round float32 operands to TF32, ten
     bits of mantissa, and no golden would hold.
@@ -20,7 +20,7 @@ def precision(dtype: DTypeLike) -> lax.Precision:
 
 
 _MANY_ROWS = 512
-"""From here on, as in training, the plain product with rows first: the others are for few rows."""
+"""Number of rows from which the plain product with rows first is used, as in training."""
 
 
 def multiply_dense(
@@ -87,7 +87,7 @@ def _rows_first(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | No
 def product_in_halves(
     weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None
 ) -> jax.Array:
-    """Compute it as a batch of two: XLA runs one thin product on one core, a batch on several.
+    """Compute the product as a batch of two: XLA runs one thin product on one core only.
 
     With 8 rows on two cores this takes three quarters of the time of :func:`_product`, with 1 row
     no more (``experiments/linear_forms.md``). Splitting [out, in] along ``out`` moves nothing in

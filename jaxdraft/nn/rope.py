@@ -51,7 +51,7 @@ class Rotary(nnx.Module):
         return cls(*map(jnp.asarray, tables))
 
     def at(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Float32 cos and sin at ``positions`` [B, T]: two arrays [B, T, rotary_dim / 2].
+        """Return float32 cos and sin at ``positions`` [B, T]: two arrays [B, T, rotary_dim / 2].
 
         Positions past the table give its last row; callers never commit such a row (a sequence is
         refused or stopped before it gets there).

@@ -335,8 +335,8 @@ def source(pool: PagedPool, layer: int, length: jax.Array) -> Source:
     Args:
       pool: the pool.
       layer: index of the layer.
-      length: [B] int32: positions at or past it are hidden; at least the scratch rows just written
-        may be included.
+      length: [B] int32: positions at or past it are hidden; may include the scratch rows that were
+        just written.
     """
     if pool.dense:
         return _dense_source(pool.keys[layer], pool.values[layer], length)

@@ -43,7 +43,7 @@ class Recurrent:
         channels: int,
         dtype: jax.typing.DTypeLike,
     ) -> Recurrent:
-        """The state before any row."""
+        """Return the state before any row."""
         return cls(
             state=jnp.zeros((batch, value_heads, key_dim, value_dim), jnp.float32),
             conv=jnp.zeros((batch, conv_width - 1, channels), dtype),

@@ -281,7 +281,7 @@ def _read_reachable(take: int, data: tuple[jax.Array, ...], index: jax.Array, ch
 
 
 def _pages(table: jax.Array, column: jax.Array) -> jax.Array:
-    """Pages of columns [B, S] of an endless table that repeats the R columns of ``table``."""
+    """Return pages of columns [B, S] of an endless table that repeats ``table``'s R columns."""
     return jnp.take_along_axis(table, column % table.shape[1], axis=1)
 
 

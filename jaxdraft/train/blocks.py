@@ -25,7 +25,7 @@ def block_features(
     tokens: jax.Array,
     anchors: jax.Array,
 ) -> jax.Array:
-    """Final-normed rows of one block after each anchor.
+    """Return the final-normed rows of one block after each anchor.
 
     Args:
       backbone: the drafter.

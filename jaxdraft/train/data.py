@@ -185,7 +185,7 @@ class FeatureCache:
 
     @classmethod
     def open(cls, folder: str | Path) -> FeatureCache:
-        """What :meth:`write` wrote."""
+        """Open the features that :meth:`write` wrote."""
         names = ("tokens", "greedy", "prompt", "aux", "hidden")
         return cls(*(np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names))
 
@@ -233,7 +233,7 @@ class DraftBatches:
             )
 
     def __call__(self, step: int) -> Continuations:
-        """Batch ``step``."""
+        """Return batch ``step``."""
         cache = self.cache
         rng = np.random.default_rng([self.seed, step])
         kinds = np.flatnonzero(cache.greedy), np.flatnonzero(~cache.greedy)

@@ -32,7 +32,7 @@ class TrainState:
 
 
 def labels(frozen: Frozen) -> Labels:
-    """How each array of a module learns: "matrix", "vector" or "fixed".
+    """Return how each array of a module is trained: "matrix", "vector" or "fixed".
 
     Weights of linear maps are matrices, and orthogonalised momentum suits them. Embeddings, heads
     and codebooks are tables of vectors, where only a few rows have a gradient; with norms, biases
@@ -95,7 +95,7 @@ def optimizer(
 
 
 def start(frozen: Frozen, transform: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     params = jax.tree.map(jnp.array, frozen.params)  # copies: steps donate their state
     return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
 
@@ -160,7 +160,7 @@ def make_step(
 
 
 def _straight_through(value: jax.Array, rounded: jax.Array) -> jax.Array:
-    """``rounded``, with the gradient of ``value``. Nothing is lost in the sum: one term is zero."""
+    """Return ``rounded`` with the gradient of ``value``. The sum is exact: one term is zero."""
     if value is rounded or not jnp.issubdtype(value.dtype, jnp.floating):
         return rounded
     return lax.stop_gradient(rounded) + (value - lax.stop_gradient(value))
@@ -178,7 +178,7 @@ def constrain(params: Any) -> Any:
 
 
 def trapezoid(step: int, *, steps: int, warmup: int = 20, decay: float = 0.4) -> float:
-    """A schedule: up over ``warmup`` steps, level, then linearly to zero over the last part.
+    """Return a schedule: up over ``warmup`` steps, constant, then linearly to zero.
 
     Example, 100 steps, warm-up 10, decay 0.4: 0.1 at step 0, 1 from step 9 to 60, 0.5 at 80.
 

@@ -66,7 +66,7 @@ def causal_attention(
     config: AttentionConfig,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention of a sequence to itself: :func:`jaxdraft.nn.attention.attend` from empty.
+    """Compute a sequence's attention to itself, as :func:`jaxdraft.nn.attention.attend` from empty.
 
     Args:
       query: [B, T, N, H], rotated.
@@ -199,7 +199,7 @@ def _chain_attention(
     config: AttentionConfig,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Causal attention to the first link's keys, and to the same row's keys of the later ones.
+    """Compute causal attention to the first link's keys, and to a row's own keys of later links.
 
     Args:
       query: [B, T, N, H], query of the last link.
