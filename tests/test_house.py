@@ -18,11 +18,6 @@ PACKAGES = ("jaxdraft", "convert")
 LONGEST_FILE = 600  # lines
 LONGEST_BODY = 60  # lines of a function, its docstring not counted
 
-CYCLES = {
-    # The caller's handle asks its engine, and the engine makes handles.
-    frozenset({"jaxdraft.engine.engine", "jaxdraft.engine.request"}),
-}
-
 
 def sources(*folders: str) -> list[Path]:
     """Return the Python files under the given folders of the repository."""
@@ -145,7 +140,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
-    assert circles(module_graph()) == CYCLES
+    assert not circles(module_graph())
 
 
 def test_the_engine_does_not_import_generate() -> None:

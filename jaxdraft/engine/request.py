@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from jaxdraft.engine.sequence import Sequence
 from jaxdraft.telemetry import Stats, Summary, summarize
 
-if TYPE_CHECKING:
-    from jaxdraft.engine.engine import Engine
+
+class Owner(Protocol):
+    """The part of :class:`jaxdraft.Engine` that a handle calls."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Lock that is held while counters are read."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """See :meth:`jaxdraft.Engine.cancel`."""
+        ...
+
+    def extend(self, request: Request, tokens: str | Ids[int], **rules: Any) -> Request:
+        """See :meth:`jaxdraft.Engine.extend`."""
+        ...
+
+    def rewind(self, request: Request) -> Request:
+        """See :meth:`jaxdraft.Engine.rewind`."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """See :meth:`jaxdraft.Engine.release`."""
+        ...
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Run steps, or wait while another thread runs them, until ``done()``."""
+        ...
 
 
 class Request:
     """A prompt and its output, as returned by :meth:`jaxdraft.Engine.submit`."""
 
-    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+    def __init__(self, engine: Owner, sequence: Sequence) -> None:
         self._engine, self._sequence = engine, sequence
 
     @property
