@@ -174,7 +174,7 @@ def fill(
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         for finished in as_completed([pool.submit(write, path) for path in order]):
             path = finished.result()
-            # The buffer is ours alone: nobody else writes it, so the backend may keep it.
+            # Nothing else writes to this buffer, so the backend may keep it.
             leaves[path] = jax.device_put(buffers.pop(path))
             done(recipes[path].nbytes, _dotted(path))
     return Frozen(_nest({path: leaves[path] for path in wanted}), structure)

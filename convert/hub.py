@@ -110,7 +110,7 @@ def locate(name: str | Path, revision: str | None = None, *, weights: bool = Tru
 
     Args:
       name: anything local, or the name of a repository.
-      revision: a branch, a tag or a commit of the repository. Default: what the name says, else
+      revision: a branch, a tag or a commit of the repository. Default: as in the name, else
         ``main``.
       weights: whether the weights are needed; without, a few small files are enough.
 

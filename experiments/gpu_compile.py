@@ -36,7 +36,7 @@ class Card:
 
     name: str  # of its description in gpu_targets/
     dtype: DTypeLike  # of weights, where the card has products in it
-    bandwidth: float  # bytes per second of its memory, as its maker says
+    bandwidth: float  # bytes per second of its memory, from its data sheet
 
 
 CARDS = {

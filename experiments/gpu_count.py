@@ -101,7 +101,7 @@ def parse_thunks(text: str) -> list[Thunk]:
     last: dict[int, Thunk] = {}  # by indentation
     newest: Thunk | None = None
     expects: list[Thunk] | None = top
-    # An empty part is said in words, without a line break behind it.
+    # An empty part is described in words, without a line break after it.
     for line in text.replace("No thunks.", "No thunks.\n").splitlines():
         if match := _THUNK.match(line):
             indent = len(match.group(1))
@@ -116,7 +116,7 @@ def parse_thunks(text: str) -> list[Thunk]:
             open_[-1][1].append(newest)
             expects = None
         elif match := _LABEL.match(line):
-            # "condition:" stands at the left margin and right behind its loop; the other labels
+            # "condition:" is at the left margin and right behind its loop; the other labels
             # are indented by two below what they belong to.
             label, indent = match.group(2), len(match.group(1))
             owner = newest if label == "condition" else last[indent - 2]

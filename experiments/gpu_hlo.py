@@ -56,7 +56,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     rest: str  # attributes, metadata and configuration
-    inside: str  # what stands in the parentheses
+    inside: str  # text in the parentheses
     root: bool
     computation: str
 

@@ -1,12 +1,12 @@
 """Is the GPU of this machine right, and how fast is it? Everything that only a GPU can answer.
 
-    ./run gpu                                   # where a GPU is; elsewhere it says so, and fails
+    ./run gpu                                   # on a machine with a GPU; it fails elsewhere
     python experiments/gpu_run.py --on-cpu      # the comparisons alone, as a check of this script
 
 1. The project's tests with JAX on the GPU.
 2. The shipped models on the GPU against the same in float32 on the CPU, in every data type that the
    device is made for; and with kernels against the XLA path.
-3. Peak memory of a generation against what ``jaxdraft.plan`` says.
+3. Peak memory of a generation against the result of ``jaxdraft.plan``.
 4. The rate at which the device copies and the time of one small launch: two of the three numbers
    that ``gpu_estimate.py`` assumes.
 5. The speed tables: of the shipped family, and at the geometry of 27B if it fits.

@@ -83,7 +83,7 @@ class Block:
       ropes: kinds of rotary embedding that it may have.
       scales_embedding: whether it may multiply the block's embeddings.
       caps: whether it may multiply logits and cap them.
-      first_row: row of a block that predicts the first draft, unless a file says another.
+      first_row: row of a block that predicts the first draft, unless a file states another.
       layouts: forms that its ``config.json`` may have.
       chains: whether its drafts may be chosen one after another.
       extra: tensors that not every drafter of the kind has.

@@ -67,7 +67,7 @@ def load(
         "none" to read no drafter. Also a small language model with the same tokens: its folder, its
         GGUF file, its repository, or a model that was loaded. Default: the first kind that the
         checkpoint has; an artifact has at most one.
-      revision: branch, tag or commit of a repository. Default: what ``folder`` says after an
+      revision: branch, tag or commit of a repository. Default: the part of ``folder`` after an
         ``@``, else ``main``.
       adapter: LoRA adapter of a checkpoint's target in PEFT's layout: its folder, or the name of
         its repository. It is merged into the matrices that it adapts, in float32 and rounded once.
@@ -185,7 +185,7 @@ def locate(name: str | Path, revision: str | None = None, *, weights: bool = Tru
 
     Args:
       name: a folder, a file, or the name of a repository.
-      revision: branch, tag or commit. Default: what ``name`` says, else ``main``.
+      revision: branch, tag or commit. Default: as in ``name``, else ``main``.
       weights: whether weights are needed; without, a few small files are enough.
 
     Returns:

@@ -263,9 +263,9 @@ def emit_first_token(
     none = _no_proposal(logits.shape[0], 0)
     verdict = _judge(logits, state, none, rules)
     state, window_tokens, count, accepted = _emit(state, verdict, none, rules)
-    silent = DraftInfo(jnp.zeros_like(count), jnp.zeros((), jnp.int32))
+    no_drafts = DraftInfo(jnp.zeros_like(count), jnp.zeros((), jnp.int32))
     return state, RoundInfo(
-        accepted, count, silent, _logprobs(logits, window_tokens, count, logprobs)
+        accepted, count, no_drafts, _logprobs(logits, window_tokens, count, logprobs)
     )
 
 

@@ -255,7 +255,7 @@ class _Target:
         if (
             not isinstance(names, list)
             or len(names) != count
-            or not all(name in list(kinds) for name in names)  # anything may stand there
+            or not all(name in list(kinds) for name in names)  # an entry may be anything
         ):
             raise text.fail("layer_types", f"{count} of {' and '.join(kinds)}")
         if SLIDING in names and window is None:
@@ -371,7 +371,7 @@ class _Target:
         family, text = self.family, self.text
         for section in {id(s): s for s in (self.top, text)}.values():
             section.only("mlp_bias", False, *([True] if family.mlp_bias_key else []))
-            if not family.bias:  # otherwise no key says what these have
+            if not family.bias:  # otherwise no key states these
                 section.only("attention_bias", False, *([True] if family.bias_key else []))
         letters = family.bias + family.bias_key * (text.value("attention_bias") is True)
         return "q" in letters, "o" in letters

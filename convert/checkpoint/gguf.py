@@ -99,7 +99,7 @@ def open_gguf(
       files: where maps are kept.
       problems: destination of what does not stop the reading.
       remarks: destination of what does not stop a load.
-      context: maximum length of a sequence. Default: as the file says.
+      context: maximum length of a sequence. Default: as in the file.
 
     Raises:
       ArtifactError: it is not a target that is implemented.
@@ -122,7 +122,7 @@ def open_gguf(
 def _facts(
     path: Path, body: Mapping[str, Any], head: bool, problems: Problems, context: int | None
 ) -> TargetFacts:
-    """Read settings as those of a checkpoint; what is wrong with them is said of the file."""
+    """Read settings as those of a checkpoint; report problems with the name of the file."""
     own = Problems()
     try:
         return read_target(body, head_stored=head, problems=own, remarks=Remarks(), context=context)

@@ -104,7 +104,7 @@ class ModelSection(Section):
                 raise self.fail("rope_scaling", "an object")
             where = self.at("rope_scaling")
             inner = self.inner(scaling, where)
-        # These may stand beside an object that may hold them, too.
+        # These may occur both here and in the object.
         beside = {key: self.value(key) for key in ("rope_theta", ORIGINAL)}
         inner.defaults = {key: value for key, value in beside.items() if value is not None}
         return inner

@@ -6,7 +6,7 @@ The other direction is :mod:`convert.checkpoint.block_config`.
 
 from __future__ import annotations
 
-from jaxdraft.checkpoint.config import Json, attention_says, quantization_json, says
+from jaxdraft.checkpoint.config import Json, quantization_json, require, require_attention
 from jaxdraft.checkpoint.rotary import Rope
 from jaxdraft.config import FULL_ATTENTION, BlockDrafterConfig
 from jaxdraft.kinds import block_of
@@ -84,30 +84,30 @@ def check_block(config: BlockDrafterConfig, taps: tuple[int, ...], rope: Rope) -
     """Raise for settings that ``config.json`` of a block drafter cannot express."""
     a, what = config.attention, f"a {config.kind} checkpoint"
     own, layout = block_of(config.kind), config.layout
-    attention_says(a, config.norm_eps, what, gated=False, qk_norm=True)
-    says(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)
-    says(what, "aux_width", config.aux_width, len(taps) * config.width)
+    require_attention(a, config.norm_eps, what, gated=False, qk_norm=True)
+    require(what, "attention.rotary_dim", a.rotary_dim, a.head_dim)
+    require(what, "aux_width", config.aux_width, len(taps) * config.width)
     if layout not in own.layouts:
-        says(what, "layout", layout, own.layouts[0])
+        require(what, "layout", layout, own.layouts[0])
     if layout != "speculators":
-        says(what, "draft_tokens", config.draft_tokens, own.draft_tokens(config.block_size))
+        require(what, "draft_tokens", config.draft_tokens, own.draft_tokens(config.block_size))
     elif config.draft_vocab_size is not None:
-        says(f"{what} of speculators", "own_head", config.own_head, True)
+        require(f"{what} of speculators", "own_head", config.own_head, True)
     if (config.conv is not None) != own.convolves:
         has = "has convolutions" if own.convolves else "has no convolutions"
         raise ValueError(f"conv is {config.conv}; {what} {has}")
     if not own.scales_embedding:
-        says(what, "embedding_scale", config.embedding_scale, 1.0)
+        require(what, "embedding_scale", config.embedding_scale, 1.0)
     if not own.caps or layout == "speculators":
-        says(what, "logit_softcap", config.logit_softcap, 0.0)
-        says(what, "logit_multiplier", config.logit_multiplier, 1.0)
+        require(what, "logit_softcap", config.logit_softcap, 0.0)
+        require(what, "logit_multiplier", config.logit_multiplier, 1.0)
     if not own.chains:
-        says(what, "chained", config.chained, False)
+        require(what, "chained", config.chained, False)
     if config.chained or not own.pairs:
         usual = usual_candidates(config.draftable)
-        says(f"{what} without selector_top_k", "candidates", config.candidates, usual)
+        require(f"{what} without selector_top_k", "candidates", config.candidates, usual)
     if rope.kind not in own.ropes:
-        says(what, "rope", rope.kind, own.ropes[0])
+        require(what, "rope", rope.kind, own.ropes[0])
     _causal(config)
 
 
@@ -142,7 +142,7 @@ def _decoder(config: BlockDrafterConfig, rope: Rope) -> Json:
 
 
 def _causal(config: BlockDrafterConfig) -> bool | None:
-    """Return ``is_causal``; None: it is not said, and layers with a window are causal."""
+    """Return ``is_causal``; None: unset, so layers with a window are causal."""
     causal, rings = config.causal_layers, config.ring_layers
     if not causal:
         return False
@@ -150,8 +150,8 @@ def _causal(config: BlockDrafterConfig) -> bool | None:
         return None
     everywhere = tuple(range(config.layers))
     if config.layout == "speculators":
-        says("a checkpoint of speculators", "causal_layers", causal, rings)
-    says(f"a {config.kind} checkpoint", "causal_layers", causal, everywhere)
+        require("a checkpoint of speculators", "causal_layers", causal, rings)
+    require(f"a {config.kind} checkpoint", "causal_layers", causal, everywhere)
     return True
 
 

@@ -257,18 +257,18 @@ def check_target(
     _check_properties(config, family)
     for rope in ropes:
         if rope.kind not in family.ropes:
-            says(what, "rope", rope.kind, family.ropes[0])
+            require(what, "rope", rope.kind, family.ropes[0])
     a = config.softmax[0]
     rotary = int(a.rotary_dim / a.head_dim * a.head_dim) if family.partial else a.head_dim
-    says(what, "attention.rotary_dim", a.rotary_dim, rotary)
+    require(what, "attention.rotary_dim", a.rotary_dim, rotary)
     if config.delta_net is not None:
-        says(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
+        require(what, "delta_net.norm_eps", config.delta_net.norm_eps, config.norm_eps)
     if mtp is None:
         return
     if not family.gated:
         raise ValueError(f"{what} cannot hold a multi-token-prediction head")
     for field in ("vocab_size", "width", "attention", "mlp", "norm_eps", "context_length"):
-        says(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
+        require(what, f"mtp.{field}", getattr(mtp, field), getattr(config, field))
 
 
 def _check_properties(config: TargetConfig, family: Family) -> None:
@@ -280,7 +280,7 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
     if family.windows == "number" and len(set(config.layers)) > 1:
         raise ValueError(f"layers are {config.layers}; {what} has layers of one kind only")
     for shape in config.softmax:
-        attention_says(
+        require_attention(
             shape,
             config.norm_eps,
             what,
@@ -289,27 +289,27 @@ def _check_properties(config: TargetConfig, family: Family) -> None:
             softcap=SCORES in family.softcaps,
             scale=family.query_scalar,
         )
-        says(what, "attention.interleaved", shape.interleaved, family.interleaved)
-        says(what, "attention.norm_whole", shape.norm_whole, family.qk_norm == "whole")
-        says(what, "sliding", dataclasses.replace(shape, window=a.window), a)
+        require(what, "attention.interleaved", shape.interleaved, family.interleaved)
+        require(what, "attention.norm_whole", shape.norm_whole, family.qk_norm == "whole")
+        require(what, "sliding", dataclasses.replace(shape, window=a.window), a)
     biases = [family.bias + family.bias_key * flag for flag in (False, True)]
     if (a.bias, a.out_bias) not in [("q" in letters, "o" in letters) for letters in biases]:
         raise ValueError(
             f"attention.bias is {a.bias} and out_bias {a.out_bias}; {what} has biases of "
             f"{' or of '.join(letters or 'none' for letters in dict.fromkeys(biases))}"
         )
-    says(what, "attention.sinks", a.sinks, family.sinks)
-    says(what, "norms", config.norms, family.sides)
+    require(what, "attention.sinks", a.sinks, family.sinks)
+    require(what, "norms", config.norms, family.sides)
     if LOGITS not in family.softcaps:
-        says(what, "softcap", config.softcap, 0.0)
-    _says_nearly(
+        require(what, "softcap", config.softcap, 0.0)
+    _require_nearly(
         what,
         "embedding_scale",
         config.embedding_scale,
         config.width**0.5 if family.embedding_scaled else 1.0,
     )
     both = {"attention", "sliding"} <= set(config.layers)
-    says(what, "own_tables", config.own_tables, family.own_tables and both)
+    require(what, "own_tables", config.own_tables, family.own_tables and both)
     _check_feed_forward(config, family, what)
 
 
@@ -318,29 +318,29 @@ def _check_feed_forward(config: TargetConfig, family: Family, what: str) -> None
     if isinstance(mlp, MoeConfig) != bool(form):
         raise ValueError(f"mlp is {mlp}; {what} has {'experts' if form else 'no experts'}")
     if form != "separate":
-        says(what, "dense_layers", config.dense_layers, ())
+        require(what, "dense_layers", config.dense_layers, ())
     for part in (mlp, config.dense):
         if isinstance(part, MlpConfig):
-            says(what, "mlp.activation", part.activation, family.activation)
+            require(what, "mlp.activation", part.activation, family.activation)
             if not family.mlp_bias_key:
-                says(what, "mlp.bias", part.bias, False)
+                require(what, "mlp.bias", part.bias, False)
     if not isinstance(mlp, MoeConfig):
         return
     if form == "stacked" and not mlp.shared_hidden:
         raise ValueError(f"mlp.shared_hidden is 0; {what} has a shared expert")
     if form != "stacked":
-        says(what, "mlp.shared_hidden", mlp.shared_hidden, 0)
+        require(what, "mlp.shared_hidden", mlp.shared_hidden, 0)
     if form != "separate":
-        says(what, "mlp.renormalized", mlp.renormalized, True)
+        require(what, "mlp.renormalized", mlp.renormalized, True)
     transposed = form == "transposed"
-    says(what, "mlp.router_bias", mlp.router_bias, transposed)
-    says(what, "mlp.bias", mlp.bias, transposed)
+    require(what, "mlp.router_bias", mlp.router_bias, transposed)
+    require(what, "mlp.bias", mlp.bias, transposed)
     if bool(mlp.limit) != transposed:
         has = "a limit" if transposed else "no limit"
         raise ValueError(f"mlp.limit is {mlp.limit}; {what} has {has}")
 
 
-def attention_says(
+def require_attention(
     a: AttentionConfig,
     eps: float,
     what: str,
@@ -351,25 +351,25 @@ def attention_says(
     scale: bool = False,
 ) -> None:
     """Check a shape of attention; ``softcap`` and ``scale``: whether any value is allowed."""
-    says(what, "attention.gated", a.gated, gated)
-    says(what, "attention.qk_norm", a.qk_norm, qk_norm)
+    require(what, "attention.gated", a.gated, gated)
+    require(what, "attention.qk_norm", a.qk_norm, qk_norm)
     if a.qk_norm:
-        says(what, "attention.norm_eps", a.norm_eps, eps)
+        require(what, "attention.norm_eps", a.norm_eps, eps)
     if not softcap:
-        says(what, "attention.softcap", a.softcap, 0.0)
+        require(what, "attention.softcap", a.softcap, 0.0)
     if not scale:
-        _says_nearly(what, "attention.scale", a.scale, a.head_dim**-0.5)
+        _require_nearly(what, "attention.scale", a.scale, a.head_dim**-0.5)
 
 
-def says(what: str, field: str, found: Any, expected: Any) -> None:
+def require(what: str, field: str, found: Any, expected: Any) -> None:
     """Raise for a value that a layout has no place for."""
     if found != expected:
         raise ValueError(f"{field} is {found!r}; {what} can only express {expected!r}")
 
 
-def _says_nearly(what: str, field: str, found: float, expected: float) -> None:
+def _require_nearly(what: str, field: str, found: float, expected: float) -> None:
     if abs(found - expected) > 1e-6 * expected:
-        says(what, field, found, expected)
+        require(what, field, found, expected)
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

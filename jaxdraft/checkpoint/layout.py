@@ -44,7 +44,7 @@ MTP = "mtp."
 
 MEMBERS = "t2d"
 """Tensor [V] bool of a drafter with a head of its own: the tokens of its draft vocabulary. ``d2t``
-says the same."""
+holds the same."""
 
 ROTARY = ("rotary", "sliding_rotary")
 """Modules whose two parameters, ``cos`` and ``sin``, are computed and not stored."""

@@ -550,7 +550,7 @@ def _finite(folder: str, leaf: Any, start: int, tensor: StoredTensor) -> np.ndar
 
 
 def _members(vocabulary: Any, vocab_size: int) -> Tensor:
-    """Return the tensor [V] that says whether each token is in the draft vocabulary."""
+    """Return the tensor [V] of whether each token is in the draft vocabulary."""
 
     def make() -> np.ndarray:
         return np.isin(np.arange(vocab_size), np.asarray(vocabulary))

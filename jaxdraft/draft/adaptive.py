@@ -119,8 +119,8 @@ class AdaptiveDrafter(Wrapper):
         accepted = (feed.count - 1)[:, None]
         place = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
         known = judged[:, None] & (place <= accepted) & (place < state.proposed[:, None])
-        stood = (place < accepted).astype(jnp.float32)
-        step = jnp.where(known, stood - state.rate, 0.0)
+        hit = (place < accepted).astype(jnp.float32)
+        step = jnp.where(known, hit - state.rate, 0.0)
         rate = state.rate + jnp.asarray(self.gain, jnp.float32) * step
         return replace(
             state,

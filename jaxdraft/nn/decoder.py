@@ -30,7 +30,7 @@ class Layer(nnx.Module):
     """A mixer and a feed-forward part, each added to the residual stream.
 
     Their inputs pass ``input_norm`` and ``post_norm``, their outputs ``mixer_norm`` and
-    ``mlp_norm``; ``config.norms`` says which of the four there are.
+    ``mlp_norm``; ``config.norms`` selects some of the four.
     """
 
     def __init__(self, config: TargetConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
