@@ -25,9 +25,11 @@ from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kernels import XLA
+from jaxdraft.kernels.linear import Form
 from jaxdraft.nn import choice
 from jaxdraft.nn.attention import reaches
 from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.experts import PackedExperts
 from jaxdraft.rounds import Rules
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
@@ -76,11 +78,39 @@ def _moe(config: TargetConfig) -> TargetConfig:
     return replace(config, mlp=MoeConfig(experts=256, active=8, hidden=512, shared_hidden=512))
 
 
+def _experts(config: TargetConfig) -> TargetConfig:
+    """Experts, biases, sinks and windows in turn, as in gpt-oss."""
+    assert config.attention is not None
+    full = replace(config.attention, gated=False, bias=True, out_bias=True, sinks=True)
+    kinds: tuple[LayerKind, ...] = tuple(
+        "attention" if i % 2 else "sliding" for i in range(len(config.layers))
+    )
+    mlp = MoeConfig(
+        experts=128,
+        active=4,
+        hidden=2880,
+        shared_hidden=0,
+        router_bias=True,
+        bias=True,
+        limit=7.0,
+    )
+    return replace(
+        config,
+        layers=kinds,
+        delta_net=None,
+        attention=full,
+        sliding=replace(full, window=128),
+        mlp=mlp,
+    )
+
+
 MODELS: dict[str, Callable[[TargetConfig], TargetConfig]] = {
     "hybrid": lambda config: config,
     "dense": _dense,
     "sliding": _sliding,
     "moe": _moe,
+    "experts": _experts,
+    "mxfp4": _experts,
 }
 """Targets of the width of 27B: the hybrid itself, and others made of it."""
 
@@ -97,15 +127,39 @@ def config_27b(layers: int, context: int) -> TargetConfig:
 
 
 def model_27b(
-    config: TargetConfig, drafter: str, dtype: DTypeLike
+    config: TargetConfig, drafter: str, dtype: DTypeLike, *, packed: bool = False
 ) -> tuple[DecoderTarget, Drafter]:
-    """Return shapes of a target and its drafter; "none" is one that proposes nothing."""
+    """Return shapes of a target and its drafter; "none" is one that proposes nothing.
+
+    Args:
+      config: the target.
+      drafter: kind of the drafter.
+      dtype: type of weights, keys and values.
+      packed: whether the target's experts are in MXFP4.
+    """
 
     def make() -> tuple[DecoderTarget, Drafter]:
-        target = DecoderTarget.of(Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        decoder = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
+        if packed:
+            _pack_experts(decoder, dtype)
+        target = DecoderTarget.of(decoder)
         return target, NoDrafter() if drafter == "none" else drafter_27b(target, drafter)
 
     return jax.eval_shape(make)
+
+
+def _pack_experts(decoder: Decoder, dtype: DTypeLike) -> None:
+    """Put experts in MXFP4 in place of dense ones."""
+    for layer in decoder.layers:
+        for name in ("gate_up", "down"):
+            count, outputs, inputs = getattr(layer.mlp, name).shape
+            form = Form(inputs, outputs, jnp.dtype(dtype), 4, 32, values="e2m1")
+            shape = (count, outputs, inputs // 32)
+            arrays = {
+                "weight_q": jnp.zeros((*shape, 16), jnp.uint8),
+                "scales": jnp.ones(shape, jnp.float8_e8m0fnu),
+            }
+            setattr(layer.mlp, name, PackedExperts(arrays, form))
 
 
 def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
@@ -197,6 +251,9 @@ PROGRAMS = (
     "verify@sliding",
     "step@moe",
     "verify@moe",
+    "step@experts",
+    "step@mxfp4",
+    "verify@mxfp4",
 )
 """Names for :func:`case`: what runs, with which drafter, and in which of ``MODELS``."""
 
@@ -219,7 +276,7 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: st
     name, _, model = name.partition("@")
     what, _, drafter = name.partition(":")
     config = MODELS[model or "hybrid"](config_27b(layers, context=max(16384, capacity)))
-    both = model_27b(config, drafter or "none", dtype)
+    both = model_27b(config, drafter or "none", dtype, packed=model == "mxfp4")
     target, drafts = choice.apply(both, kernels)
     if what in ("round", "sampled"):
         rules = greedy_rules() if what == "round" else sampled_rules()
@@ -283,8 +340,11 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
     total = _size(target.decoder) + 2 * _size(jax.eval_shape(lambda: target.init_recurrent(1)))
     if isinstance(config.mlp, MoeConfig):
         unused = max(0, config.mlp.experts - rows * config.mlp.active)
-        each = 3 * config.width * config.mlp.hidden * jnp.dtype(target.dtype).itemsize
-        total -= len(config.layers) * unused * each
+        matrices = [
+            _size([layer["mlp"][name] for name in ("gate_up", "down")])
+            for layer in target.decoder.params["layers"].values()
+        ]
+        total -= sum(matrices) * unused // config.mlp.experts
     if (shape := config.sliding) is not None:
         seen = min(length, shape.window)
         total += config.count("sliding") * _cached(shape, target.dtype, seen)

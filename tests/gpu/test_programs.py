@@ -51,7 +51,7 @@ def count(name: str, length: int, layers: int = LAYERS, kernels: str = "xla") ->
 ROUNDS = ["step", "verify", "round:mtp", "round:dflash2", "round:dspark", "sampled:dflash2"]
 
 
-@pytest.mark.parametrize("name", [*ROUNDS, "verify@moe"])
+@pytest.mark.parametrize("name", [*ROUNDS, "verify@moe", "verify@mxfp4"])
 def test_no_weight_and_no_cache_is_copied(name: str) -> None:
     counts = count(name, 8192)
     assert counts.joined == 0
@@ -69,7 +69,7 @@ def test_hardly_more_is_moved_than_must_be(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", [*ROUNDS, "verify@moe", "prefill:dflash2"])
+@pytest.mark.parametrize("name", [*ROUNDS, "verify@moe", "verify@mxfp4", "prefill:dflash2"])
 def test_a_program_is_one_graph_and_waits_for_nothing(name: str, length: int) -> None:
     counts = count(name, length)
     assert (counts.graphs, counts.waits) == (1, 0)
@@ -129,8 +129,10 @@ def test_chunks_of_a_prompt_read_no_head_and_copy_no_weight() -> None:
     assert counts.moved < case(name).least(512) + head.size * head.dtype.itemsize
 
 
-def test_experts_that_no_row_chose_are_not_read() -> None:
-    assert count("verify@moe", 512).moved <= 1.05 * case("verify@moe").least(512)
+@pytest.mark.parametrize("name", ["verify@moe", "step@experts", "step@mxfp4", "verify@mxfp4"])
+def test_experts_that_no_row_chose_are_not_read(name: str) -> None:
+    """Nor are the floats of packed experts ever in memory."""
+    assert count(name, 512).moved <= 1.05 * case(name).least(512)
 
 
 def test_the_thresholds_of_a_sampled_round_sort_no_vocabulary() -> None:
