@@ -21,8 +21,11 @@ from jaxdraft.testing import (
     TableTarget,
     assert_lossless,
     check_stats,
+    experts_target_config,
+    random_target,
     tiny_drafter,
     tiny_model,
+    tiny_mtp,
     tiny_target_config,
 )
 
@@ -262,6 +265,25 @@ def test_a_target_with_a_sliding_window(kind: str) -> None:
     assert np.abs(logits[0, :9] - logits[1, :9]).max(axis=-1).min() > 0
     assert np.abs(logits[0, 11:] - logits[2, 11:]).max(axis=-1).min() > 0
     assert_lossless(model, model.drafter, [one, [3, 4]], max_new_tokens=24)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dflash2": dict(experts=5, active=3, limit=0.0, bias=False, router_bias=False),
+    "mtp": dict(renormalized=True, shared_hidden=16),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_targets_with_experts_and_sinks(kind: str) -> None:
+    """Experts of several sorts; the head for several tokens has sinks and experts, too."""
+    mlp: Any = replace(experts_target_config().mlp, **EXPERTS[kind])  # type: ignore[type-var]
+    target = random_target(experts_target_config(mlp=mlp), seed=len(kind))
+    if kind == "mtp":
+        drafter: Any = tiny_mtp(target, attention=target.config.attention, mlp=mlp)
+    else:
+        drafter = tiny_drafter(target, kind)
+    prompts = [list(range(1, 20)), [3, 4]]
+    assert_lossless(Model.of(target, drafter), drafter, prompts, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "mtp"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,9 +140,11 @@ def test_a_block_reads_nothing_from_its_anchor_on(kind, target, tokens, scored) 
     np.testing.assert_allclose(many[:, :1], alone, atol=1e-5)
 
 
-def test_chained_links_are_chained_drafts(target, tokens, scored) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_chained_links_are_chained_drafts(target, tokens, scored, sinks: bool) -> None:
     """The head fed its own drafts as if they were the text says those same drafts again."""
-    drafter: MtpDrafter = testing.tiny_mtp(target)
+    shape = replace(testing.tiny_target_config().attention, sinks=sinks)
+    drafter: MtpDrafter = testing.tiny_mtp(target, attention=shape)
     chain = jax.jit(lambda d, h, t: mtp_chain(d.mtp(), d.embedding, h, t, 3))
     for first in (2, 31):
         feed = Feed(
