@@ -197,8 +197,8 @@ DRAFTER_KEYS = {
 
 SPECULATORS_KEYS = _table(
     (_LABEL, "verifier"),
-    ("each call says how many drafts it verifies and how", "default_proposal_method"),
-    ("the file's block says how many drafts there are", "proposal_methods"),
+    ("each call sets the number of its drafts", "default_proposal_method"),
+    ("the size of the block gives the number of drafts", "proposal_methods"),
 )
 """Keys of ``speculators_config`` that change no draft."""
 

@@ -208,7 +208,7 @@ def _delta(
         return None
     wanted = scale.rank(name)
     if rank != wanted:
-        problems.report(WEIGHTS, where, f"rank {rank}", f"{wanted}, as {CONFIG} says")
+        problems.report(WEIGHTS, where, f"rank {rank}", f"{wanted}, as in {CONFIG}")
         return None
     return Delta(a, b, scale.of(name, rank), transposed)
 

@@ -292,7 +292,7 @@ def rows_of(matrices: Sequence[PackedMatrix], stored: Sequence[StoredTensor]) ->
         fits = matrix is not None and each.shape == (each.shape[0], matrix.shape[1])
         if not fits or start + each.shape[0] > height or start % matrix.form.rows:
             shapes = [matrix.shape for matrix in matrices]
-            raise ValueError(f"tensor {each.name} {each.shape} is no part of matrices {shapes}")
+            raise ValueError(f"tensor {each.name} {each.shape} is not part of matrices {shapes}")
         found.append(Packed(each, matrix, start))
         start += each.shape[0]
         if start == height:

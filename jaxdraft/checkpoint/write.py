@@ -455,7 +455,7 @@ class _Folders:
                 continue
             if isinstance(leaf, list):
                 if bits:
-                    raise ValueError(f"int{bits} is asked for, and {label} is packed already")
+                    raise ValueError(f"int{bits} is True, and {label} is already packed")
                 for part in rows_of(leaf, entry.tensors):
                     name = part.stored.name.removesuffix(".weight")
                     schemes[name] = part.scheme(folder)

@@ -414,7 +414,7 @@ GROUP = ("quantization_config", "config_groups", "group_0")
 SMALL: list[tuple[Callable[[Json], None], str]] = [
     (
         put("quantization_config", "quant_method", value="hqq"),
-        'quant_method: found "hqq", expected "compressed-tensors" or "fp8" or "awq" or "gptq" or "mxfp4" (hqq',
+        'quant_method: found "hqq", expected "compressed-tensors" or "fp8" or "awq" or "gptq"',
     ),
     (
         put("quantization_config", "format", value="nvfp4-pack-quantized"),

@@ -66,5 +66,5 @@ def test_a_packed_target_is_saved_and_read_back_equal(name: str, tmp_path: Path)
     wide = jaxdraft.load(tmp_path / "out", dtype="float32")
     expected = helpers.load(name, drafter="none")
     jax.tree.map(np.testing.assert_array_equal, wide.target, expected.target)
-    with pytest.raises(ValueError, match="int4 is asked for, and target: parameter layers.0.mixe"):
+    with pytest.raises(ValueError, match="int4 is True, and target: parameter layers.0.mixe"):
         save(model, tmp_path / "other", int4=True)
