@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from convert.recipes import Recipe, Recipes
 from jaxdraft.config import DrafterConfig, DrafterKind, TargetConfig
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import Frozen, Structure
+
+if TYPE_CHECKING:
+    from convert.gguf.text import GgufText
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Loaded:
       stored_bytes: bytes read from disk, for ``"target"`` and ``"drafter"``.
       weight_bytes: bytes of the arrays, likewise.
       warnings: settings of the files that are not applied.
+      text: tokenizer and chat template, if they are part of the file of the weights.
     """
 
     target_config: TargetConfig
@@ -70,6 +74,7 @@ class Loaded:
     stored_bytes: Mapping[str, int]
     weight_bytes: Mapping[str, int]
     warnings: tuple[str, ...] = ()
+    text: GgufText | None = None
 
 
 Path = tuple[str | int, ...]

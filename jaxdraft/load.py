@@ -23,6 +23,7 @@ from jaxdraft.text import Text, shared_tokens
 
 if TYPE_CHECKING:
     import convert
+    from convert.gguf.text import GgufText
 
 
 class LoadWarning(UserWarning):
@@ -278,11 +279,27 @@ def _warn(loaded: convert.Loaded, folder: str | Path) -> None:
 
 
 def _text_of(folder: Path) -> Text | None:
-    """Return the tokenizer of a folder, or of the target in it, if there is one."""
+    """Return the tokenizer of a GGUF file or a folder, or of the target in it, if there is one."""
+    from convert.paths import is_gguf
     from jaxdraft.checkpoint.layout import TARGET
 
+    if is_gguf(folder):
+        from convert.gguf.tokenizer import text_of
+
+        found = text_of(folder)
+        return None if found is None else _wrapped(found, folder)
     homes = [home for home in (folder, folder / TARGET) if (home / "tokenizer.json").exists()]
     return Text.from_folder(homes[0]) if homes else None
+
+
+def _wrapped(found: GgufText, path: Path) -> Text:
+    """Return the tokenizer in a GGUF file."""
+    return Text(
+        tokenizer=found.tokenizer,
+        chat_template=found.chat_template,
+        special_tokens=found.special_tokens,
+        source=str(path),
+    )
 
 
 def assemble(
@@ -315,7 +332,7 @@ def assemble(
             dtype=jax.tree.leaves(own.params["norm"])[0].dtype,
         )
         drafter = KINDS[loaded.drafter_kind].make(own, **shared)
-    text = _text_of(folder)
+    text = _text_of(folder) if loaded.text is None else _wrapped(loaded.text, folder)
     info = ModelInfo(
         name=name or folder.resolve().name,
         stop_ids=tuple(loaded.eos_token_ids),

@@ -145,6 +145,37 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Templates | None:
     return template
 
 
+def write_special_tokens(folder: Path, tokens: Mapping[str, str]) -> None:
+    """Write a ``tokenizer_config.json`` from which :func:`read_special_tokens` reads the same."""
+    body: dict[str, Any] = {k: v for k, v in tokens.items() if k.endswith("_token")}
+    others = {k: v for k, v in tokens.items() if k not in body}
+    body |= {"extra_special_tokens": others} if others else {}
+    text = json.dumps(body, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def write_templates(folder: Path, chat_template: Templates | None) -> None:
+    """Write files from which :func:`read_templates` reads the same.
+
+    Args:
+      folder: an existing folder.
+      chat_template: a template, several by name, or None.
+
+    Raises:
+      ValueError: a name that is no name of a file.
+    """
+    named = {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
+    for name in named:
+        if not name or Path(name).name != name or "\\" in name or "\0" in name:
+            raise ValueError(f"chat template {name!r}: expected the name of a file")
+    for name, text in named.items():
+        path = folder / FILES[0]
+        if name != "default":
+            path = folder / FOLDER / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text.encode("utf-8"))
+
+
 def _template_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -74,6 +74,17 @@ class Text:
             source=str(folder),
         )
 
+    def save(self, path: str | Path) -> None:
+        """Write the tokenizer and the chat template as files that :meth:`from_folder` reads.
+
+        Args:
+          path: an existing folder.
+        """
+        folder = Path(path)
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        templates.write_special_tokens(folder, self.special_tokens)
+        templates.write_templates(folder, self.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`.
 

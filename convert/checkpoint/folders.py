@@ -90,6 +90,7 @@ class TargetFolder(PartFolder):
     head: Sequence[Entry]  # of a multi-token-prediction head; empty: none is loaded
     stop_ids: tuple[int, ...]
     deltas: Mapping[str, Delta] = dataclasses.field(default_factory=dict)  # of an adapter
+    metadata: Mapping[str, Any] | None = None  # of a GGUF file, which holds a tokenizer, too
 
     def dtype(self, requested: DTypeLike | None) -> jnp.dtype:
         return self.stored(requested, self.facts.dtype)
@@ -184,7 +185,8 @@ def _open_gguf(path: Path, files: DataFiles, remarks: Remarks, context: int | No
     problems = Problems()
     found = open_gguf(path, files, problems, remarks, context)
     problems.raise_any()
-    return TargetFolder(path, found.layout, found.tensors, found.facts, [], found.stop_ids)
+    facts, metadata = found.facts, found.file.metadata
+    return TargetFolder(path, found.layout, found.tensors, facts, [], found.stop_ids, metadata=metadata)
 
 
 def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:

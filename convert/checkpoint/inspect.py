@@ -109,6 +109,13 @@ def _counts(layout: Sequence[Entry], experts: int, active: int, computed: int) -
 
 def _checkpoint_notes(plan: CheckpointPlan) -> Iterator[str]:
     yield from plan.remarks.all
+    metadata = plan.target.metadata if plan.target is not None else None
+    if plan.target is not None and metadata is not None and "tokenizer.ggml.model" in metadata:
+        from convert.gguf.tokenizer import text_problem
+
+        problem = text_problem(metadata, plan.target.folder.name)
+        if problem is not None:
+            yield f"{problem}: the model would be loaded without a tokenizer"
     others = [kind for kind in plan.drafters if kind != plan.kind]
     if others:
         yield f"drafters that were not inspected: {', '.join(others)}"

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jax.typing import DTypeLike
 
 from convert.build import Loaded, fill_shells
+from convert.checkpoint.folders import TargetFolder
 from convert.checkpoint.plan import CheckpointPlan, plan_checkpoint
+from convert.errors import ArtifactError
 from jaxdraft.checkpoint.forms import float_dtype
+
+if TYPE_CHECKING:
+    from convert.gguf.text import GgufText
 
 
 def load_checkpoint(
@@ -70,6 +76,7 @@ def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | Non
     assert target is not None and config is not None
     facts = target.facts
     frozen, stored, weights = fill_shells(plan.shells, progress)
+    text, warnings = _text(plan, target)
     return Loaded(
         target_config=config,
         target=frozen["target"],
@@ -87,5 +94,19 @@ def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | Non
         folder=target.folder,
         stored_bytes=stored,
         weight_bytes=weights,
-        warnings=tuple(plan.remarks.warnings),
+        warnings=warnings,
+        text=text,
     )
+
+
+def _text(plan: CheckpointPlan, target: TargetFolder) -> tuple[GgufText | None, tuple[str, ...]]:
+    """Return the tokenizer of a GGUF file, and all warnings. Others lie in files of their own."""
+    warnings = tuple(plan.remarks.warnings)
+    if target.metadata is None or "tokenizer.ggml.model" not in target.metadata:
+        return None, warnings
+    from convert.gguf.tokenizer import read_text
+
+    try:
+        return read_text(target.metadata, target.folder.name), warnings
+    except ArtifactError as error:
+        return None, (*warnings, f"{error}: the model is loaded without a tokenizer")

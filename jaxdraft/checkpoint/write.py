@@ -148,7 +148,8 @@ def save(
         a logarithm (Qwen3.5's norms, ``A_log``) are then float32.
       compute_dtype: type named in ``config.json``. Runtimes, and :func:`jaxdraft.load` too, widen
         or round the stored tensors to it unless set otherwise. Default: the stored dtype.
-      tokenizer: folder whose tokenizer files are copied. Default: that of the model's tokenizer.
+      tokenizer: folder whose tokenizer files are copied. Default: that of the model's tokenizer; a
+        tokenizer of another origin is written.
       rope: rotary embedding of a folder ("target", "dflash2", "dspark"), and "sliding" for layers
         with a window that have their own. Default: the loaded one, or else a plain one,
         whose base is inferred from the tables.
@@ -183,6 +184,7 @@ def save(
     rounded: dict[str, float] = {}
     folders = _Folders(model, drafters, stored, computed, dict(rope or {}), stop_ids, bits, rounded)
     files = _tokenizer_files(model, tokenizer)
+    text = getattr(model, "text", None)
     with appearing(folder) as making:
         for name, content in folders.contents.items():
             (making / name).mkdir()
@@ -193,6 +195,8 @@ def save(
             deeper = templates.FOLDER if path.parent.name == templates.FOLDER else ""
             (making / TARGET / deeper).mkdir(exist_ok=True)
             shutil.copyfile(path, making / TARGET / deeper / path.name)
+        if not files and text is not None:  # no folder that it came from: it was in a GGUF file
+            text.save(making / TARGET)
     return Saved(folder=folder, parts=tuple(folders.contents), rounded=rounded)
 
 

@@ -7,7 +7,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,14 @@ def permuted(values: Array, heads: int) -> Array:
     )
 
 
-def write(path: Path, arch: str, tensors: Tensors, *, plain: Type | None = None) -> Tensors:
+def write(
+    path: Path,
+    arch: str,
+    tensors: Tensors,
+    *,
+    plain: Type | None = None,
+    text: Mapping[str, Any] | None = None,
+) -> Tensors:
     """Write a GGUF file, and return the numbers that its tensors stand for.
 
     Args:
@@ -148,6 +155,7 @@ def write(path: Path, arch: str, tensors: Tensors, *, plain: Type | None = None)
       arch: its architecture.
       tensors: its numbers, by the names of checkpoints.
       plain: type of the matrices. Default: :data:`KINDS`, else Q8_0.
+      text: metadata of a tokenizer. Default: two tokens.
     """
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(128)
@@ -161,9 +169,14 @@ def write(path: Path, arch: str, tensors: Tensors, *, plain: Type | None = None)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_token_list([b"a", "ü".encode()])
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(5)
+    if text is None:
+        writer.add_token_list([b"a", "ü".encode()])
+        writer.add_eos_token_id(2)
+        writer.add_eot_token_id(5)
+    else:
+        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        for key, value in text.items():
+            add[type(value)](key, value)
     found: Tensors = {}
     for name, values in tensors.items():
         module, _, part = name.rpartition(".")
