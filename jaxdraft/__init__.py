@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxdraft import checkpoint as checkpoint
     from jaxdraft import cli as cli
     from jaxdraft import compiling as compiling
+    from jaxdraft import demo as demo
     from jaxdraft import tables as tables
     from jaxdraft import testing as testing
     from jaxdraft import train as train
@@ -96,7 +97,7 @@ __all__ = [
     "with_kernels",
 ]
 
-_SUBMODULES = ("checkpoint", "cli", "compiling", "devices", "tables", "testing", "train")
+_SUBMODULES = ("checkpoint", "cli", "compiling", "demo", "devices", "tables", "testing", "train")
 """Submodules that are imported when they are first used: they take time, and few programs need
 them."""
 

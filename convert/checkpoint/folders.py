@@ -186,7 +186,9 @@ def _open_gguf(path: Path, files: DataFiles, remarks: Remarks, context: int | No
     found = open_gguf(path, files, problems, remarks, context)
     problems.raise_any()
     facts, metadata = found.facts, found.file.metadata
-    return TargetFolder(path, found.layout, found.tensors, facts, [], found.stop_ids, metadata=metadata)
+    return TargetFolder(
+        path, found.layout, found.tensors, facts, [], found.stop_ids, metadata=metadata
+    )
 
 
 def _tied(facts: TargetFacts, tensors: Tensors, remarks: Remarks) -> tuple[TargetFacts, Tensors]:

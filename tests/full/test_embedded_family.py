@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxdraft import EMBEDDED
-from jaxdraft.cli import embedded_prompts
+from jaxdraft.demo import embedded_prompts
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 PYTHON = os.environ.get("JAXDRAFT_BUILDER", sys.executable)
