@@ -26,6 +26,7 @@ from jaxdraft.base import (
     TargetOutput,
 )
 from jaxdraft.config import (
+    DRAFT_MODEL,
     AttentionConfig,
     BlockDrafterConfig,
     ConvConfig,
@@ -37,6 +38,7 @@ from jaxdraft.config import (
     TargetConfig,
 )
 from jaxdraft.draft.block import BlockDrafter
+from jaxdraft.draft.draft_model import DraftModel
 from jaxdraft.draft.eagle3 import Eagle3Drafter
 from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.draft.mtp import MtpDrafter
@@ -490,6 +492,8 @@ def tiny_model(kind: str | None = "dflash2", seed: int = 0, **changes: Any) -> M
     target = tiny_target(seed, **changes)
     if kind is None:
         return Model.of(target)
+    if kind == DRAFT_MODEL:
+        return Model.of(target, DraftModel(tiny_target(seed + 1, taps=()), target.vocab_size))
     chains: dict[str, Any] = {"mtp": tiny_mtp, "eagle3": tiny_eagle3}
     if kind in chains:
         return Model.of(target, chains[kind](target, seed + 1))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxdraft
 from jaxdraft import (
@@ -28,8 +29,13 @@ from jaxdraft import (
     verify,
 )
 from jaxdraft.base import DraftInfo, Feed, Proposal, Support
+from jaxdraft.config import AttentionConfig, Eagle3Config, MlpConfig
+from jaxdraft.draft.draft_model import DraftModel
+from jaxdraft.draft.eagle3 import Eagle3Drafter
+from jaxdraft.nn.eagle3 import Eagle3
+from jaxdraft.nn.linear import Frozen
 from jaxdraft.sampling import PROPOSALS, distribution
-from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
+from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model, tiny_target
 from tests.oracle.sampling import adjusted, chi_square, same_source, sequences, truncated
 from tests.paths import FIRST_FAMILY
 
@@ -42,11 +48,18 @@ DRAFTER = LatticeDrafter.random(jax.random.key(6), VOCAB, 3, 3)
 MODEL = Model.of(TARGET, DRAFTER)
 
 
-def outputs(drafter: Any, sampling: Sampling, key: int = 0, **options: Any) -> Counter:
+def outputs(
+    drafter: Any,
+    sampling: Sampling,
+    key: int = 0,
+    model: Model = MODEL,
+    rows: int = ROWS,
+    **options: Any,
+) -> Counter:
     """How often each output came, by its first NEW tokens."""
     out = generate(
-        MODEL,
-        np.tile(np.asarray(PROMPT, np.int32), (ROWS, 1)),
+        model,
+        np.tile(np.asarray(PROMPT, np.int32), (rows, 1)),
         max_new_tokens=NEW + 4,  # so that the drafts of a whole block are among the first NEW
         drafter=drafter,
         sampling=sampling,
@@ -105,6 +118,55 @@ def test_drafts_of_two_drafters() -> None:
     drafter = FallbackDrafter(NgramDrafter(1, 2, 2), DRAFTER)
     how = {"temperature": 1.2}
     p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
+    assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+NARROW = AttentionConfig(heads=1, kv_heads=1, head_dim=4, rotary_dim=4, scale=0.5)
+
+
+@jax.tree_util.register_pytree_node_class
+class Tapped(TableTarget):
+    """The same table, with the tokens themselves as auxiliary states."""
+
+    def forward(self, tokens: Any, count: Any, state: Any, *, row: Any = None) -> Any:
+        out = super().forward(tokens, count, state, row=row)
+        return replace(out, aux=jax.nn.one_hot(tokens, VOCAB, dtype=jnp.float32))
+
+    def tree_flatten(self) -> Any:
+        return (self.table,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
+        return cls(*leaves)
+
+
+def draft_model() -> DraftModel:
+    small = tiny_target(
+        3, vocab_size=VOCAB, width=8, layers=("attention",), attention=NARROW, delta_net=None,
+        mlp=MlpConfig(hidden=8), taps=(), context_length=32,
+    )  # fmt: skip
+    return DraftModel(small, VOCAB, 3)
+
+
+def eagle3() -> Eagle3Drafter:
+    config = Eagle3Config(
+        vocab_size=VOCAB, width=8, tap_width=VOCAB, taps=1, attention=NARROW,
+        mlp=MlpConfig(hidden=8), norm_eps=1e-6, context_length=32, draft_tokens=3,
+        draft_vocab_size=4, own_embedding=True,
+    )  # fmt: skip
+    module = Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(4))
+    module.vocabulary.set_value(jnp.asarray([0, 2, 3, 5], jnp.int32))
+    none = jnp.zeros((VOCAB, VOCAB))
+    return Eagle3Drafter.of(Frozen.of(module), none, none, config, jnp.dtype(jnp.float32))
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle3])
+def test_drafts_of_a_chain(make: Any) -> None:
+    """Each draft is drawn after the one before; of EAGLE-3, from four tokens of six alone."""
+    how = {"temperature": 1.0, "top_k": 4}
+    model = Model.of(Tapped(TARGET.table), make())
+    counts = outputs(model.drafter, Sampling(**how), model=model, rows=ROWS // 4)
+    p, distance = chi_square(counts, exactly(how))
     assert p > LIMIT and distance < 1.25, (p, distance)
 
 

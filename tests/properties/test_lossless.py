@@ -223,7 +223,7 @@ def test_limits_cut_the_proposal_not_the_block(kind: str) -> None:
     assert all(out == outs[0] for out in outs)
 
 
-@pytest.mark.parametrize("kind", [None, "dflash2", "dspark", "mtp"])
+@pytest.mark.parametrize("kind", [None, "dflash2", "dspark", "eagle3", "mtp"])
 def test_streaming_is_the_same_round(kind: str | None) -> None:
     model = tiny_model(kind)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
