@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxdraft.nn import packed
 from jaxdraft.nn.linear import matmul, take
 from jaxdraft.nn.packed import PackedEmbedding, PackedLinear, PackedMatrix
 
@@ -181,3 +182,21 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], match: str)
     given: dict[str, Any] = dict(bits=4, block=8, inputs=24, dtype="float32") | changes
     with pytest.raises(ValueError, match=match):
         PackedLinear(table.arrays["weight_q"], table.arrays["scales"], **given)
+
+
+@pytest.mark.parametrize("name", ["two levels", "fp8 in squares", "groups of inputs out of order"])
+def test_a_large_matrix_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some outputs at a time, and the rest after them; gradients, too."""
+    module, expected = made(**FORMS[name])
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, expected.shape[1])), jnp.float32)
+    weights = jnp.arange(3 * OUT, dtype=jnp.float32).reshape(3, OUT)
+
+    def grads(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(weights * module(x)))(x)
+
+    whole, gradient = module(x), grads(x)
+    monkeypatch.setattr(packed, "_AT_ONCE", 3 * expected.shape[1])
+    text = str(jax.make_jaxpr(module)(x))
+    assert "scan" in text
+    np.testing.assert_allclose(module(x), whole, rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(grads(x), gradient, rtol=1e-6, atol=1e-3)
