@@ -224,16 +224,7 @@ def _describe(config: TargetConfig | DrafterConfig) -> Facts:
             facts["dense_layers"] = list(config.dense_layers)
             facts["dense"] = _mlp(config.dense)
     elif isinstance(config, BlockDrafterConfig):
-        facts["layers"] = config.layers
-        facts["block_size"] = config.block_size
-        facts["draft_tokens"] = config.draft_tokens
-        facts["candidates"] = config.candidates
-        facts["rank"] = config.rank
-        facts["mask_token"] = config.mask_token
-        facts["aux_width"] = config.aux_width
-        facts["mlp"] = str(config.mlp_hidden)
-        if config.conv is not None:
-            facts["conv"] = f"{config.conv.taps} taps, groups of {config.conv.group}"
+        facts |= _block(config)
     else:
         facts["mlp"] = _mlp(config.mlp)
     if isinstance(config, Eagle3Config):
@@ -242,6 +233,39 @@ def _describe(config: TargetConfig | DrafterConfig) -> Facts:
         facts["draftable"] = config.draftable
         own = {"embedding": config.own_embedding, "head": config.own_head}
         facts["own"] = [name for name, there in own.items() if there]
+    return facts
+
+
+def _block(config: BlockDrafterConfig) -> Facts:
+    """Return the properties of a block drafter; those that it does not have are left out."""
+    facts: Facts = {
+        "layers": config.layers,
+        "block_size": config.block_size,
+        "draft_tokens": config.draft_tokens,
+        "candidates": config.candidates,
+        "rank": config.rank,
+        "mask_token": config.mask_token,
+        "aux_width": config.aux_width,
+        "mlp": str(config.mlp_hidden),
+        "layout": config.layout,
+    }
+    if config.conv is not None:
+        facts["conv"] = f"{config.conv.taps} taps, groups of {config.conv.group}"
+    if config.full_layers:
+        facts["full_layers"] = list(config.full_layers)
+    if config.causal_layers:
+        facts["causal_layers"] = list(config.causal_layers)
+    if config.draft_vocab_size is not None:
+        facts["draftable"] = config.draftable
+        facts["own"] = ["head"] if config.own_head else []
+    if config.chained or config.markov != "vanilla":
+        facts["markov"] = config.markov + ", chained" * config.chained
+    if config.confidence is not None:
+        facts["confidence"] = {"row": "rows", "pair": "rows and tokens"}[config.confidence]
+    if config.logit_multiplier != 1.0:
+        facts["logit_multiplier"] = config.logit_multiplier
+    if config.logit_softcap:
+        facts["logit_softcap"] = config.logit_softcap
     return facts
 
 

@@ -363,10 +363,10 @@ class _Block:
                     f"{layers} of {' or '.join(allowed)}, since use_sliding_window is {windowed}",
                 )
             kinds = types
+        elif windowed:  # the first so many layers would see everything
+            top.only("max_window_layers", 0, layers)
         full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
         ringed = tuple(i for i in range(layers) if i not in full)
-        if windowed:
-            top.only("max_window_layers", 0, layers)
         window = top.integer("sliding_window") if ringed else FULL_ATTENTION
         if self.layout == "speculators":
             both = self.file.value("sliding_window_non_causal", False)
