@@ -83,6 +83,10 @@ def tiny(kind: str) -> Model:
         target = tiny_target(layers=("delta_net", "attention"), taps=(0, 1))
         return Model.of(target, tiny_drafter(target, "dflash2", layers=1))
     target = tiny_target(layers=("attention",), taps=(0,))
+    if kind == "pages and a ring":  # of one drafter
+        shape = tiny_drafter(target, "dflash2").config.attention
+        mixed = dict(attention=shape, full_layers=(0,), causal_layers=(1,))
+        return Model.of(target, tiny_drafter(target, "dflash", **mixed))
     if kind == "pages alone":  # of the drafter too
         return Model.of(target, tiny_drafter(target, "dspark", layers=1))
     return Model.of(target, tiny_mtp(target))  # the last pair of a page needs the token behind it
@@ -95,7 +99,7 @@ def tiny_engine(kind: str, **options: Any) -> Engine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["hybrid, ring", "pages alone", "mtp"])
+@pytest.mark.parametrize("kind", ["hybrid, ring", "pages alone", "pages and a ring", "mtp"])
 def test_decoders_with_their_drafters(kind: str) -> None:
     """Pages for half of the rows at full context: prefixes are met again and rows lose their
     places. A drafter that found its cache a little different would propose something else.
