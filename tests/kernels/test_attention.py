@@ -41,10 +41,16 @@ class Case:
     window: int = FULL_ATTENTION
     softcap: float = 0.0
     splits: int | None = None
+    forward: bool = False  # rows of a block see those before them alone
+
+    @property
+    def writes(self) -> bool:
+        """Whether the rows' own keys are in the cache."""
+        return self.kind != "block"
 
     @property
     def causal(self) -> bool:
-        return self.kind != "block"
+        return self.writes or self.forward
 
     @property
     def config(self) -> AttentionConfig:
@@ -67,6 +73,9 @@ CASES = {
     "widest": Case("paged", steps=MAX_ROWS, page_size=16, columns=5, heads=10, splits=2),
     "sliding": Case("sliding", steps=5, page_size=4, columns=5, window=9),
     "block": Case("block", steps=4, page_size=4, columns=5, window=13, splits=1),
+    "block_forward": Case(
+        "block", steps=4, page_size=4, columns=5, window=13, splits=2, forward=True
+    ),
     "block_pages": Case("block", steps=4, page_size=100, columns=1, splits=2),
 }
 
@@ -74,7 +83,7 @@ CASES = {
 def source(case: Case, cache: PagedPool | Ring, count: jax.Array) -> Source:
     if isinstance(cache, Ring):
         return ring.reachable(cache, 0, count) if cache.rows else ring.source(cache, 0)
-    return paged.source(cache, 0, cache.length + (count if case.causal else 0))
+    return paged.source(cache, 0, cache.length + (count if case.writes else 0))
 
 
 @functools.partial(jax.jit, static_argnames=("case", "kernels"))
@@ -120,7 +129,7 @@ def filled(
         table = np.arange(case.batch)[:, None]
     stored = np.full((2, pages, case.kv_heads, size, case.head_dim), np.nan, np.float32)
     for b in range(case.batch):
-        written = int(length[b]) + (case.steps if case.causal else 0)
+        written = int(length[b]) + (case.steps if case.writes else 0)
         for p in range(written):
             page, slot = table[b, p // size % columns], p % size
             rejected = p >= end[b]
@@ -173,7 +182,7 @@ def test_kernel_equals_float64_and_the_xla_path(name: str, data: st.DataObject, 
     rows = dict(min_size=case.batch, max_size=case.batch)
     length = np.array(data.draw(st.lists(st.integers(0, case.most), **rows)))
     count = np.array(data.draw(st.lists(st.integers(0, case.steps), **rows)))
-    end = length + (count if case.causal else 0)
+    end = length + (count if case.writes else 0)
     k, v = history(case, rng, length)
     cache = filled(case, rng, k, v, length, end)
     oldest = np.zeros_like(length)
