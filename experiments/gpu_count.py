@@ -144,12 +144,22 @@ class Program:
     def count(self, trips: Trips, part: str | None = None, branches: Branches = _largest) -> Counts:
         """Count the whole program, or one pass of the outermost loop that ``part`` names.
 
+        A pass includes the wait of the host for the condition, unless the compiler knows how many
+        passes there are.
+
         Args:
           trips: passes of the loops of which the compiler does not know them.
           branches: branches that conditionals take.
           part: the end of a source line, for example ``"generate.py body"``. Default: everything.
         """
-        return self._count(self._part(part), trips, branches, inside=False)
+        loop = None if part is None else self._loop(part)
+        thunks = self.thunks if loop is None else loop.parts["body"]
+        counts = self._count(thunks, trips, branches, inside=False)
+        if loop is not None and self._instruction(loop).trips is None:
+            condition = loop.parts.get("condition", [])
+            counts.add(self._count(condition, trips, branches, inside=False))
+            counts.waits += 1
+        return counts
 
     def lines(
         self, trips: Trips, part: str | None = None, branches: Branches = _largest
@@ -189,13 +199,14 @@ class Program:
                 yield thunk, self.module.source(self._instruction(thunk))
 
     def _part(self, part: str | None) -> list[Thunk]:
-        if part is None:
-            return self.thunks
+        return self.thunks if part is None else self._loop(part).parts["body"]
+
+    def _loop(self, part: str) -> Thunk:
         found = [thunk for thunk, source in self.loops() if _matches(source, part)]
         if len(found) != 1:
             names = [source for _, source in self.loops()]
             raise ValueError(f"found {len(found)} loops {part!r} among {names}; expected one")
-        return found[0].parts["body"]
+        return found[0]
 
     def _instruction(self, thunk: Thunk) -> Instruction:
         return self.module[self.compiled.thunk_names[thunk.number]]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gpu_engine
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,6 +25,7 @@ from jaxdraft.config import LayerKind, MoeConfig, TargetConfig
 from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.draft.mtp import MtpDrafter
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.generate import _generate
 from jaxdraft.kernels import XLA
 from jaxdraft.kernels.linear import Form
 from jaxdraft.nn import choice
@@ -41,6 +43,9 @@ STOPS = 4
 
 PREFILL_LOOP = "rounds.py prefill"
 """Source of the loop over the chunks of a prompt."""
+
+ROUND_LOOP = "generate.py _generate"
+"""Source of the loop over the rounds of a generation."""
 
 _LOOKED_UP = ("embed", "rotary", "predecessor", "successor")
 """Parts of the names of tables of which a program reads single rows."""
@@ -220,10 +225,54 @@ def prefill(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules
     )
 
 
-def greedy_rules() -> Rules:
-    """Return the rules of one greedy row."""
-    number = jnp.zeros((1,), jnp.int32)
-    return jax.eval_shape(lambda: Rules(number.repeat(STOPS)[None], number, number, number))
+def generation(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Rules) -> Case:
+    """Run all of :func:`jaxdraft.generate`; :data:`ROUND_LOOP` is the loop over its rounds.
+
+    ``capacity`` is the room of the prompt and of a quarter as many new tokens.
+    """
+    new, rows = capacity // 5, 1 + drafter.draft_tokens
+    static = dict(new_tokens=new, chunk=GPU_CHUNK, trace=False, logprobs=None)
+    run = functools.partial(_generate.__wrapped__, **static)
+    return Case(
+        jax.jit(run),
+        (target, drafter, _integers(1, capacity - new), _integers(1), rules),
+        _weights(target, drafter),
+        functools.partial(_least, target, drafter, rows),
+        functools.partial(_trips, rows, drafter.draft_tokens),
+        functools.partial(_branch, rows, capacity, _window(target)),
+        part=ROUND_LOOP,
+    )
+
+
+def engine(name: str, target: DecoderTarget, drafter: Drafter, capacity: int) -> Case:
+    """Run one of :func:`gpu_engine.programs_of`, for eight greedy requests of equal lengths."""
+    requests = gpu_engine.ROWS
+    found = gpu_engine.programs_of(target, drafter, capacity, greedy_rules(requests))
+    function, arguments = found[name]
+    rows = PREFILL_CHUNK if name == "chunk" else 1 + drafter.draft_tokens
+    least = functools.partial(_least, target, drafter, rows, requests=requests)
+    if name == "admit":  # the states of one request, cleared
+
+        def least(length: int) -> int:
+            del length
+            return 2 * _size(jax.eval_shape(lambda: target.init_recurrent(1)))
+
+    return Case(
+        jax.jit(function, donate_argnums=2),
+        arguments,
+        _weights(target, drafter) if name != "admit" else range(0),  # which reads none
+        least,
+        functools.partial(_trips, rows, drafter.draft_tokens),
+        functools.partial(_branch, rows, capacity, _window(target)),
+    )
+
+
+def greedy_rules(batch: int = 1) -> Rules:
+    """Return the rules of greedy rows."""
+    number = jnp.zeros((batch,), jnp.int32)
+    return jax.eval_shape(
+        lambda: Rules(jnp.zeros((batch, STOPS), jnp.int32), number, number, number)
+    )
 
 
 def sampled_rules() -> Rules:
@@ -246,6 +295,11 @@ PROGRAMS = (
     "sampled:mtp",
     "sampled:dflash2",
     "prefill:dflash2",
+    "generate:dflash2",
+    "generate:mtp",
+    "engine-round:dflash2",
+    "engine-chunk:dflash2",
+    "engine-admit:dflash2",
     "step@dense",
     "verify@dense",
     "verify@sliding",
@@ -283,6 +337,10 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: st
         return decoding_round(target, drafts, capacity, rules)
     if what == "prefill":
         return prefill(target, drafts, capacity, greedy_rules())
+    if what == "generate":
+        return generation(target, drafts, capacity, greedy_rules())
+    if what.startswith("engine-"):
+        return engine(what.removeprefix("engine-"), target, drafts, capacity)
     return window(target, 1 if what == "step" else 1 + DRAFTS, capacity)
 
 
@@ -322,7 +380,9 @@ def _branch(
         return None
     first = 0
     lengths = reaches(paged.room(capacity, PREFILL_CHUNK) // paged.CHUNK, whole=True)
-    if len(lengths) != number and window is not None:
+    if len(lengths) != number and window is None:  # the pages of a pool
+        lengths = reaches(-(-capacity // paged.CHUNK), whole=False)
+    elif len(lengths) != number and window is not None:
         lengths = reaches(-(-(window + PREFILL_CHUNK) // paged.CHUNK) + 1, whole=False)
         first = max(length - window + 1, 0) // paged.CHUNK * paged.CHUNK
     if len(lengths) != number:
@@ -331,15 +391,18 @@ def _branch(
     return sum(used > reach for reach in lengths[:-1])
 
 
-def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: int) -> int:
+def _least(
+    target: DecoderTarget, drafter: Drafter | None, rows: int, length: int, requests: int = 1
+) -> int:
     """Return the bytes of weights, keys and values once, and of recurrent states twice.
 
     An MTP head runs once per draft and reads the target's head every time.
     """
     config = target.config
-    total = _size(target.decoder) + 2 * _size(jax.eval_shape(lambda: target.init_recurrent(1)))
+    states = jax.eval_shape(lambda: target.init_recurrent(requests))
+    total = _size(target.decoder) + 2 * _size(states)
     if isinstance(config.mlp, MoeConfig):
-        unused = max(0, config.mlp.experts - rows * config.mlp.active)
+        unused = max(0, config.mlp.experts - requests * rows * config.mlp.active)
         matrices = [
             _size([layer["mlp"][name] for name in ("gate_up", "down")])
             for layer in target.decoder.params["layers"].values()
@@ -347,20 +410,20 @@ def _least(target: DecoderTarget, drafter: Drafter | None, rows: int, length: in
         total -= sum(matrices) * unused // config.mlp.experts
     if (shape := config.sliding) is not None:
         seen = min(length, shape.window)
-        total += config.count("sliding") * _cached(shape, target.dtype, seen)
+        total += config.count("sliding") * _cached(shape, target.dtype, requests * seen)
     if (shape := config.attention) is not None:
-        total += config.count("attention") * _cached(shape, target.dtype, length)
+        total += config.count("attention") * _cached(shape, target.dtype, requests * length)
     if isinstance(drafter, MtpDrafter):
         total += drafter.draft_tokens * (
             _size(drafter.mtp)
             + _size(drafter.head)
-            + _cached(drafter.config.attention, drafter.dtype, length)
+            + _cached(drafter.config.attention, drafter.dtype, requests * length)
         )
     if isinstance(drafter, BlockDrafter):
         shape = drafter.config.attention
         seen = min(length, shape.window) if drafter.config.windowed else length
         total += _size(drafter.backbone) + _size(drafter.head)
-        total += drafter.config.layers * _cached(shape, drafter.dtype, seen)
+        total += drafter.config.layers * _cached(shape, drafter.dtype, requests * seen)
     return total
 
 

@@ -196,6 +196,9 @@ class Pages(Protocol):
 
 AnyPool = TypeVar("AnyPool", bound=Pages)
 
+_UNROLL = 64
+"""Maximum number of rows that :func:`grow` serves without a loop."""
+
 
 def owned(pool: Pages) -> jax.Array:
     """Return the number of pages each row owns, [B] int32."""
@@ -225,7 +228,9 @@ def grow(pool: AnyPool, positions: jax.Array) -> tuple[AnyPool, jax.Array]:
         granted = fits & (wants <= left)
         return left - jnp.where(granted, wants, 0), granted
 
-    left, granted = lax.scan(serve, pool.free_count, (need, wanted <= columns))
+    # Written out, since a loop is no part of a CUDA graph.
+    unroll = max(1, min(positions.shape[0], _UNROLL))
+    left, granted = lax.scan(serve, pool.free_count, (need, wanted <= columns), unroll=unroll)
     taken = jnp.where(granted, need, 0)
     # Row b takes the `taken[b]` entries below the top of the stack as earlier rows left it.
     # Example: free = [5 4 3 2 | ...], free_count = 4, taken = [1, 2]: row 0 gets page 2 (entry 3),
