@@ -258,7 +258,9 @@ class Program:
         if "/attention/pallas_call" in op.rest:
             read -= self._unread(op, trips(KEYS))
         count = Counts(launches=1, read=read, written=written)
-        product = op.opcode == "custom-call" or self.module.contains(op, "dot")
+        product = op.opcode == "custom-call" or any(
+            self.module.contains(op, opcode) for opcode in ("dot", "reduce")
+        )
         if written >= LARGE and not product:
             reads = zip(op.operands, self.module.reads(op), strict=True)
             if any(self._is_weight(name, bytes_read) for name, bytes_read in reads):

@@ -7,7 +7,7 @@ number keep the order of their kinds and every width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from jaxdraft.nn import choice
 from jaxdraft.nn.attention import reaches
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.experts import PackedExperts
+from jaxdraft.nn.linear import Linear
+from jaxdraft.nn.packed import PackedLinear
 from jaxdraft.rounds import Rules
 from jaxdraft.sampling import SamplingRules
 from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
@@ -132,7 +134,7 @@ def config_27b(layers: int, context: int) -> TargetConfig:
 
 
 def model_27b(
-    config: TargetConfig, drafter: str, dtype: DTypeLike, *, packed: bool = False
+    config: TargetConfig, drafter: str, dtype: DTypeLike, packed: str | None = None
 ) -> tuple[DecoderTarget, Drafter]:
     """Return shapes of a target and its drafter; "none" is one that proposes nothing.
 
@@ -140,13 +142,13 @@ def model_27b(
       config: the target.
       drafter: kind of the drafter.
       dtype: type of weights, keys and values.
-      packed: whether the target's experts are in MXFP4.
+      packed: a name in ``PACKED``, or None.
     """
 
     def make() -> tuple[DecoderTarget, Drafter]:
         decoder = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
-        if packed:
-            _pack_experts(decoder, dtype)
+        if packed is not None:
+            PACKED[packed](decoder, dtype)
         target = DecoderTarget.of(decoder)
         return target, NoDrafter() if drafter == "none" else drafter_27b(target, drafter)
 
@@ -165,6 +167,29 @@ def _pack_experts(decoder: Decoder, dtype: DTypeLike) -> None:
                 "scales": jnp.ones(shape, jnp.float8_e8m0fnu),
             }
             setattr(layer.mlp, name, PackedExperts(arrays, form))
+
+
+def _pack(form: Mapping[str, Any], decoder: Decoder, dtype: DTypeLike) -> None:
+    """Put packed matrices of zeros in place of the dense ones of all layers."""
+    for _, part in list(nnx.iter_modules(decoder.layers)):
+        for name, linear in list(vars(part).items()):
+            if type(linear) is Linear:
+                outputs, inputs = linear.weight[...].shape
+                blocks, groups = -(-inputs // form["block"]), -(-outputs // form.get("rows", 1))
+                size = form["block"] * form["bits"] // 8
+                values = jnp.zeros((outputs, blocks, size), jnp.uint8)
+                scales = jnp.zeros((groups, blocks), jnp.float16)
+                packed = PackedLinear(values, scales, inputs=inputs, dtype=dtype, **form)
+                setattr(part, name, packed)
+
+
+PACKED: dict[str, Callable[[Decoder, DTypeLike], None]] = {
+    "int4": functools.partial(_pack, dict(bits=4, block=64)),
+    "int8": functools.partial(_pack, dict(bits=8, block=64)),
+    "fp8": functools.partial(_pack, dict(bits=8, block=128, rows=128, values="e4m3")),
+    "mxfp4": _pack_experts,
+}
+"""Forms in which a target's matrices or experts may be packed; head and embedding never are."""
 
 
 def window(target: DecoderTarget, rows: int, capacity: int) -> Case:
@@ -308,8 +333,12 @@ PROGRAMS = (
     "step@experts",
     "step@mxfp4",
     "verify@mxfp4",
+    "step@int4",
+    "verify@int4",
+    "verify@int8",
+    "verify@fp8",
 )
-"""Names for :func:`case`: what runs, with which drafter, and in which of ``MODELS``."""
+"""Names for :func:`case`: what runs, with which drafter, in which of ``MODELS`` or ``PACKED``."""
 
 
 def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: str = XLA) -> Case:
@@ -329,8 +358,9 @@ def case(name: str, *, layers: int, dtype: DTypeLike, capacity: int, kernels: st
         raise ValueError(f"program is {name!r}; expected one of {', '.join(PROGRAMS)}")
     name, _, model = name.partition("@")
     what, _, drafter = name.partition(":")
-    config = MODELS[model or "hybrid"](config_27b(layers, context=max(16384, capacity)))
-    both = model_27b(config, drafter or "none", dtype, packed=model == "mxfp4")
+    config = config_27b(layers, context=max(16384, capacity))
+    config = MODELS.get(model or "hybrid", MODELS["hybrid"])(config)
+    both = model_27b(config, drafter or "none", dtype, model if model in PACKED else None)
     target, drafts = choice.apply(both, kernels)
     if what in ("round", "sampled"):
         rules = greedy_rules() if what == "round" else sampled_rules()

@@ -14,23 +14,41 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import gpu_estimate
 import jax.numpy as jnp
 from common import table, write_result
 from gpu_compile import CARDS, compile_for, unavailable
 from gpu_count import Counts, Program
-from gpu_models import PROGRAMS, case
+from gpu_models import PACKED, PROGRAMS, case
 
 from jaxdraft.kernels import KERNELS, PALLAS, XLA
 
 LENGTHS = (512, 2048, 8192)
 CAPACITY = 9216
 
-WHOLE = ("step", "verify", "round:mtp", "round:dflash2", "round:dspark", "sampled:dflash2")
+WHOLE = (
+    "step",
+    "verify",
+    "round:mtp",
+    "round:dflash2",
+    "round:dspark",
+    "sampled:dflash2",
+    "prefill:dflash2",
+)
 """Programs of which all 64 layers are compiled."""
+
+WITH_KERNELS = ("step", "verify", "round:mtp", "round:dflash2", "sampled:dflash2")
+"""The same, with kernels."""
+
+LONG = ("step", "verify", "round:dflash2")
+"""Programs that are compiled for long texts, with four layers and room for 34,000 positions."""
 
 HEAD = [
     "program",
@@ -74,8 +92,12 @@ CAUSES = """\
 | 7 passes of the greedy walk outside of the graph | lattice scans are written out (`draft.lattice`) |
 | a loop of unknown length in the chain of an MTP head, 8 waits per round | K passes, written out (`draft.mtp`) |
 | a sort of the vocabulary per row of a sampled window | the largest are found among the best lines of 32 (`ranking`) |
-| two searches by bisection outside of the graph in sampled rounds | written out (`sampling`) |
+| two searches by bisection outside of the graph in sampled rounds: 64 passes over the scores | written out, four bits per pass: 16 (`sampling`) |
+| truncation and noise step by step in a sampled proposal, 90 launches | for all predecessors of all steps at once (`draft.sampled`) |
 | the head in every chunk of a prompt, 2.5 GB | once per prompt (`base.Head`) |
+| all weights per 128 rows of a prompt | per 512 (`devices.prompt_chunk`) |
+| a loop over the rows of a batch in every round of an engine with a block drafter, 2 graphs | written out (`state.paged.grow`) |
+| packed matrices written as floats, 4 bytes per number of 4 bits | up to eight rows are sums, with which the decoding fuses (`nn.packed`) |
 | all experts for every row | those that were chosen (`nn.mlp`) |"""  # noqa: E501
 
 
@@ -153,44 +175,73 @@ def before() -> str:
     return table(head, rows)
 
 
-def estimates(rows: Sequence[Row]) -> str:
+def estimates(rows: Sequence[Row], kernels: Sequence[Row]) -> str:
     """Return computed speeds of both commits beside what is published."""
     card = CARDS["h200"]
     lines = []
     for (name, length), (launches, graphs, waits, moved, _) in BEFORE.items():
         counts = Counts(launches, graphs, waits, read=int(moved * 1e9))
         lines.append(("badaa8f", name, length, counts))
-    now = [row for row in rows if (row.program, row.length) in BEFORE]
-    lines += [("this commit", row.program, row.length, row.counts) for row in now]
+    for name, found in (("this commit", rows), ("with kernels", kernels)):
+        now = [row for row in found if (row.program, row.length) in BEFORE]
+        lines += [(name, row.program, row.length, row.counts) for row in now]
     return f"{gpu_estimate.assumptions(card)}\n\n{gpu_estimate.comparison(lines, card)}"
 
 
-def report() -> str:
-    """Compile everything; return the result in Markdown."""
+def kept(folder: Path | None, name: str, card: str, **options: Any) -> list[Row]:
+    """Do the same as :func:`rows_of`, or read what an earlier call with ``folder`` wrote there."""
+    if folder is None:
+        return rows_of(name, card, **options)
+    given = [name, card, *(f"{key}={value}" for key, value in sorted(options.items()))]
+    path = folder / (re.sub(r"[^a-z0-9=]+", "-", " ".join(given).lower()) + ".json")
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found]
+    rows = rows_of(name, card, **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+    return rows
+
+
+def report(folder: Path | None) -> str:
+    """Compile everything; return the result in Markdown. See :func:`kept` for ``folder``."""
+    rows_of = functools.partial(kept, folder)
     whole = [row for name in WHOLE for row in rows_of(name, "h200", layers=64)]
-    kernels = rows_of("round:dflash2", "h200", layers=64, kernels=PALLAS)
-    long = rows_of("verify", "h200", layers=4, lengths=(32_768,), capacity=34_000)
-    few = [row for name in PROGRAMS for row in rows_of(name, "h200", layers=4, lengths=(8192,))]
+    kernels = [
+        row for name in WITH_KERNELS for row in rows_of(name, "h200", layers=64, kernels=PALLAS)
+    ]
+    long = functools.partial(rows_of, card="h200", layers=4, lengths=(512, 32_768), capacity=34_000)
+    few = functools.partial(rows_of, card="h200", layers=4, lengths=(8192,))
+    packed = [name for name in PROGRAMS if name.partition("@")[2] in PACKED]
     parts = [
         f"27B geometry, batch 1, K = 7, state with room for {CAPACITY:,} positions. Nothing was "
         "run on a GPU: these are counts of compiled programs.",
         "## 64 layers on an H200, bfloat16\n\n### Before, commit badaa8f",
         before(),
-        "### Now",
+        "### Now\n\nA prefill program is one chunk of a prompt, of 512 rows, with its loop's wait "
+        "for the host; at badaa8f the chunk of 128 rows had 24,537 launches and moved 109 GB at 8,192 "
+        "positions. Its least bytes are weights and states: what the rows write is not among them.",
         _table(whole),
         "### Now, with the kernels of `jaxdraft.kernels`",
         _table(kernels),
         f"### Cause by cause\n\n{CAUSES}",
-        "## Every program with four layers on an H200, bfloat16\n\nA prefill program is one chunk "
-        "of a prompt. The line of 32,768 positions has room for 34,000.",
-        _table([*long, *few]),
+        "## Every program with four layers on an H200, bfloat16\n\nA generation is one pass of its "
+        "loop over rounds, with the loop's wait for the host. The engine's programs have eight "
+        "requests. Matrices of the layers are packed in the programs that say so.",
+        _table([row for name in PROGRAMS for row in few(name)]),
+        "### With kernels",
+        _table([row for name in packed for row in few(name, kernels=PALLAS)]),
+        "### Long texts, in states with room for 34,000 positions, and short ones in such a state",
+        _table([row for name in LONG for row in long(name)]),
+        "With kernels:",
+        _table([row for name in LONG for row in long(name, kernels=PALLAS)]),
         "## Other cards, four layers, 8,192 positions",
     ]
     for card in ("t4", "a100", "l4", "b200"):
         names = ("step", "verify", "round:dflash2")
         found = [row for name in names for row in rows_of(name, card, layers=4, lengths=(8192,))]
         parts.append(f"{card.upper()}, {jnp.dtype(CARDS[card].dtype).name}:\n\n{_table(found)}")
-    parts.append(f"## What that could come to\n\n{estimates(whole)}")
+    parts.append(f"## What that could come to\n\n{estimates(whole, kernels)}")
     return "\n\n".join(parts)
 
 
@@ -205,13 +256,16 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=CAPACITY)
     parser.add_argument("--dtype", help="of weights, keys and values; default: the card's own")
     parser.add_argument("--lines", type=int, default=0, help="also print so many source lines")
+    parser.add_argument("--keep", type=Path, help="keep counts in this folder, and use them again")
     args = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
     if not args.programs:
-        write_result(__file__, "What the programs do on a GPU", report())
+        write_result(__file__, "What the programs do on a GPU", report(args.keep))
         return
-    options = {key: value for key, value in vars(args).items() if key not in ("programs", "card")}
+    options = {
+        key: value for key, value in vars(args).items() if key not in ("programs", "card", "keep")
+    }
     rows = [row for name in args.programs for row in rows_of(name, args.card, **options)]
     print(_table(rows))
 

@@ -36,9 +36,8 @@ class Form:
 
     @property
     def served(self) -> bool:
-        """Whether there are kernels for this form: dense, or integers with one scale per block."""
-        plain = self.values == "integer" and self.rows == 1
-        return plain and self.parts == ("weight_q", "scales")
+        """Whether there are kernels for this form: dense, or integers or fp8 with scales alone."""
+        return self.values in ("integer", "e4m3") and self.parts == ("weight_q", "scales")
 
     @property
     def results(self) -> int:

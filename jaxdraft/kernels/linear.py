@@ -62,7 +62,7 @@ def _run(
 ) -> jax.Array:
     form, _ = plan
     rows = x.reshape(-1, form.inputs).astype(form.dtype)
-    flat = [weight.reshape(form.outputs, -1) for weight in weights]
+    flat = [weight.reshape(weight.shape[0], -1) for weight in weights]
     (out,) = launch(
         functools.partial(_kernel, form=form, count=rows.shape[0]),
         [rows, *flat],
@@ -143,15 +143,33 @@ def _packed_step(
     mask = inside[:, None] & (column < packed.shape[1])[None, :]
     raw = plgpu.load(packed.at[output[:, None], column[None, :]], mask=mask, other=0)
     block = div(column, form.block // planes)
-    scale = plgpu.load(scales.at[output[:, None], block[None, :]], mask=mask, other=0)
+    group = div(output, form.rows)
+    scale = plgpu.load(scales.at[group[:, None], block[None, :]], mask=mask, other=0)
     raw, scale = raw.astype(jnp.int32), scale.astype(jnp.float32)
     total = jnp.zeros((row.shape[0], output.shape[0]), jnp.float32)
     for plane in range(planes):
         value = (raw >> (plane * form.bits)) & ((1 << form.bits) - 1)
-        w = (value - (1 << (form.bits - 1))).astype(jnp.float32) * scale
+        if form.values == "e4m3":
+            w = _e4m3(value) * scale
+        else:
+            w = (value - (1 << (form.bits - 1))).astype(jnp.float32) * scale
         columns = column * planes + plane
         total = total + _dot(_rows(form, x, row, real, columns), w.astype(form.dtype))
     return total
+
+
+def _e4m3(raw: jax.Array) -> jax.Array:
+    """Return fp8 numbers, eight bits each: a sign, four of the exponent, three of the mantissa.
+
+    Shifted into their places in a float32, exponent and mantissa give the number with a bias that
+    is 120 too great. Example: 0x39, 0 0111 001 in bits, is 1.125 * 2**(7 - 7). Cards before 8.9
+    have no such conversion.
+    """
+    size = raw & 0x7F
+    normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+    value = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+    value = jnp.where(size == 0x7F, jnp.nan, value)
+    return jnp.where(raw > 0x7F, -value, value)
 
 
 def _rows(form: Form, x: Any, row: jax.Array, real: jax.Array, column: jax.Array) -> jax.Array:

@@ -141,11 +141,12 @@ class PackedMatrix:
     def matmul(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in ``dtype``."""
         form, planes = self.form, self._rows(x)
+        few = planes.shape[1] <= _FEW_ROWS
         product = lax.platform_dependent(
             self.arrays,
             planes,
             cpu=functools.partial(_product_by_blocks, form, out_dtype),
-            default=functools.partial(_product, form, out_dtype),
+            default=functools.partial(_product_by_sums if few else _product_apart, form, out_dtype),
         )
         return product.T.reshape(*x.shape[:-1], form.outputs)
 
@@ -260,6 +261,33 @@ def _product_by_blocks(
     if not left:
         return product
     return jnp.concatenate([product, part(count * height, left)])
+
+
+_FEW_ROWS = 8
+"""Maximum number of rows for which a packed product is sums on GPUs."""
+
+
+def _product_by_sums(
+    form: Form, out_dtype: DTypeLike | None, arrays: Arrays, planes: jax.Array
+) -> jax.Array:
+    """Compute the product of a few rows as sums of products.
+
+    XLA's GPU compiler fuses the decoding with sums, one launch for all rows, and reads packed bytes
+    alone. For its matrix products it writes the decoded matrix to memory and reads it again: eight
+    times the bytes of int4. More rows are worth that, since sums do not run on tensor cores.
+    """
+    # The barrier makes the rows one array: without it, each would have a launch of its own.
+    rows = lax.optimization_barrier(jnp.swapaxes(planes, 0, 1).astype(jnp.float32))
+    weight = _planes(form, arrays).astype(jnp.float32)
+    sums = [jnp.sum(weight * row[:, None], axis=(0, 2)) for row in rows]
+    return jnp.stack(sums, axis=1).astype(out_dtype or form.dtype)
+
+
+def _product_apart(
+    form: Form, out_dtype: DTypeLike | None, arrays: Arrays, planes: jax.Array
+) -> jax.Array:
+    """Compute the product without merging it with others: see :mod:`jaxdraft.nn.product`."""
+    return _product(form, out_dtype, arrays, lax.optimization_barrier(planes))
 
 
 def _product_in_turn(

@@ -164,6 +164,7 @@ def test_a_delta_net_window_is_one_launch(card: str, steps: int, batch: int, dty
         (Form(5120, 34816, jnp.bfloat16, gated=True), 8),
         (Form(5120, 34816, jnp.bfloat16, bits=4, block=32, gated=True), 16),
         (Form(1536, 100, jnp.float32, gated=True), 64),
+        (Form(5120, 17408, jnp.bfloat16, bits=8, block=128, values="e4m3", rows=128), 8),
     ],
 )
 def test_a_thin_product_is_one_launch_that_reads_packed_bytes(
@@ -176,7 +177,7 @@ def test_a_thin_product_is_one_launch_that_reads_packed_bytes(
         packed = (form.outputs, blocks, form.block * form.bits // 8)
         arrays = (
             jax.ShapeDtypeStruct(packed, jnp.uint8),
-            jax.ShapeDtypeStruct(packed[:2], jnp.float16),
+            jax.ShapeDtypeStruct((form.outputs // form.rows, blocks), jnp.float16),
         )
     run = jax.jit(lambda x, weights: linear.product(form, x, weights, xla=multiply))
     x = jax.ShapeDtypeStruct((1, rows, form.inputs), form.dtype)

@@ -36,10 +36,17 @@ def draw(rng: np.random.Generator, form: Form) -> tuple[tuple[jax.Array, ...], n
         return (stored,), np.asarray(stored.astype(jnp.float32), np.float64)
     blocks, each = -(-form.inputs // form.block), 8 // form.bits
     packed = rng.integers(0, 256, (form.outputs, blocks, form.block // each))
-    scales = rng.standard_normal((form.outputs, blocks)).astype(np.float16)
+    groups = -(-form.outputs // form.rows)
+    scales = rng.standard_normal((groups, blocks)).astype(np.float16)
+    if form.values == "e4m3":  # all but the two that are no numbers
+        packed = np.where(packed & 0x7F == 0x7F, 0, packed)
     values = np.stack([packed >> (form.bits * i) & (2**form.bits - 1) for i in range(each)], -1)
-    values = values.reshape(form.outputs, blocks, form.block) - 2 ** (form.bits - 1)
-    matrix = values * scales.astype(np.float64)[..., None]
+    values = values.reshape(form.outputs, blocks, form.block)
+    if form.values == "e4m3":
+        values = values.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+    else:
+        values = values - 2 ** (form.bits - 1)
+    matrix = values * scales.astype(np.float64).repeat(form.rows, 0)[: form.outputs, :, None]
     matrix = matrix.reshape(form.outputs, -1)[:, : form.inputs]
     rounded = jnp.asarray(matrix, jnp.float32).astype(form.dtype).astype(jnp.float32)
     stored = (jnp.asarray(packed, jnp.uint8), jnp.asarray(scales))
@@ -50,8 +57,11 @@ FORMS = {
     "int2": Form(70, 45, jnp.float32, bits=2, block=32),
     "int4": Form(256, 64, jnp.float32, bits=4, block=16),
     "int8": Form(70, 45, jnp.float32, bits=8, block=24),
+    "fp8": Form(70, 45, jnp.float32, bits=8, block=32, values="e4m3", rows=16),
+    "fp8_by_output": Form(70, 45, jnp.float32, bits=8, block=70, values="e4m3"),
     "gated": Form(100, 90, jnp.float32, gated=True),
     "gated_int4": Form(70, 90, jnp.float32, bits=4, block=32, gated=True),
+    "gated_fp8": Form(70, 90, jnp.float32, bits=8, block=32, values="e4m3", rows=16, gated=True),
 }
 
 
@@ -94,6 +104,14 @@ def test_half_precision_multiplies_the_rounded_matrix(dtype: str) -> None:
     np.testing.assert_allclose(
         found.astype(jnp.float32), exact, atol=1e-4, rtol=float(jnp.finfo(dtype).eps)
     )
+
+
+def test_fp8_that_is_no_number_stays_none() -> None:
+    form = FORMS["fp8"]
+    (packed, scales), _ = draw(np.random.default_rng(0), form)
+    packed = packed.at[3, 1, 4].set(0xFF)
+    found = run(form, True, jnp.ones((1, form.inputs), jnp.float32), (packed, scales))
+    assert np.isnan(found).nonzero()[1].tolist() == [3]
 
 
 def test_vmap_and_gradients() -> None:

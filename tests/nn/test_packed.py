@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxdraft
+from jaxdraft.nn import packed as packed_
 from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import Packed, PackedLinear
 from tests.convert.test_dequantize import case, pack, plain
@@ -191,3 +192,23 @@ def test_a_second_call_does_not_compile() -> None:
     call = functools.partial(jaxdraft.generate, packed, prompts, max_new_tokens=8, stop_ids=())
     call()
     assert compilations(call) == []
+
+
+@pytest.mark.parametrize(("bits", "block", "rows"), [(2, 32, 1), (4, 64, 3), (8, 24, 8)])
+def test_sums_of_a_few_rows_equal_the_product(bits: int, block: int, rows: int) -> None:
+    """The form for GPUs, run on a CPU."""
+    rng = np.random.default_rng(bits)
+    blocks, inputs, outputs = 3, 3 * block - 5, 11
+    packed = rng.integers(0, 256, (outputs, blocks, block * bits // 8), np.uint8)
+    scales = rng.standard_normal((outputs, blocks)).astype(np.float32)
+    layer = PackedLinear(
+        jnp.asarray(packed), jnp.asarray(scales), bits=bits, block=block, inputs=inputs,
+        dtype=jnp.float32,
+    )  # fmt: skip
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    table = layer.table
+    found = packed_._product_by_sums(table.form, None, table.arrays, table._rows(x))
+    np.testing.assert_allclose(found.T, layer(x), rtol=1e-5, atol=1e-4)
+    assert found.dtype == jnp.float32
+    wide = packed_._product_apart(table.form, jnp.float16, table.arrays, table._rows(x))
+    np.testing.assert_allclose(wide.T, layer(x), rtol=1e-2, atol=1e-2)
