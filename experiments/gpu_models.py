@@ -256,8 +256,11 @@ def generation(target: DecoderTarget, drafter: Drafter, capacity: int, rules: Ru
     ``capacity`` is the room of the prompt and of a quarter as many new tokens.
     """
     new, rows = capacity // 5, 1 + drafter.draft_tokens
-    static = dict(new_tokens=new, chunk=GPU_CHUNK, trace=False, logprobs=None)
-    run = functools.partial(_generate.__wrapped__, **static)
+
+    def run(*arguments: Any) -> Any:
+        static = dict(new_tokens=new, chunk=GPU_CHUNK, trace=False, logprobs=None)
+        return _generate(*arguments, **static)
+
     return Case(
         jax.jit(run),
         (target, drafter, _integers(1, capacity - new), _integers(1), rules),

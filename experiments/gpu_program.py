@@ -17,7 +17,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def kept(folder: Path | None, name: str, card: str, **options: Any) -> list[Row]
     path = folder / (re.sub(r"[^a-z0-9=]+", "-", " ".join(given).lower()) + ".json")
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        return [Row(**{**row, "counts": Counts(**row["counts"])}) for row in found]
+        return [replace(Row(**row), counts=Counts(**row["counts"])) for row in found]
     rows = rows_of(name, card, **options)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
@@ -219,8 +219,9 @@ def report(folder: Path | None) -> str:
         "## 64 layers on an H200, bfloat16\n\n### Before, commit badaa8f",
         before(),
         "### Now\n\nA prefill program is one chunk of a prompt, of 512 rows, with its loop's wait "
-        "for the host; at badaa8f the chunk of 128 rows had 24,537 launches and moved 109 GB at 8,192 "
-        "positions. Its least bytes are weights and states: what the rows write is not among them.",
+        "for the host; at badaa8f the chunk of 128 rows had 24,537 launches and moved 109 GB at "
+        "8,192 positions. Its least bytes are weights and states: what the rows write is not among "
+        "them.",
         _table(whole),
         "### Now, with the kernels of `jaxdraft.kernels`",
         _table(kernels),
