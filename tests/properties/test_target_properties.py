@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxdraft import Engine, Model, generate, with_kernels
-from jaxdraft.config import TargetConfig
+from jaxdraft.config import AttentionConfig, MlpConfig, TargetConfig
+from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import (
     ScriptedDrafter,
@@ -23,6 +26,7 @@ from jaxdraft.testing import (
 )
 from jaxdraft.train.losses import DraftLoss, language_loss
 from jaxdraft.train.sequence import decoder_rows
+from tests.examples import examples
 
 CONFIGS = {
     "windowed": windowed_target_config,
@@ -129,3 +133,72 @@ def test_taps_at_every_depth(name: str) -> None:
     table = decoder.embed.weight[...]
     np.testing.assert_array_equal(first, table[tokens()] * np.float32(config.embedding_scale))
     np.testing.assert_allclose(decoder.norm(last), out.hidden, rtol=0, atol=1e-6)
+
+
+def test_the_scale_of_embeddings_is_rounded_as_they_are() -> None:
+    """In bfloat16 the root of 32 is 5.65625; transformers rounds it so, too."""
+    decoder = random_target(windowed_target_config(), dtype=jnp.bfloat16).decoder()
+    table = np.asarray(decoder.embed.weight[...], np.float32)[3]
+    found = decoder.embedded(jnp.full((1, 1), 3, jnp.int32))[0, 0]
+    wanted = (table * np.float32(5.65625)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(found), wanted)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TargetConfig:
+    """Properties in any combination, those of no model, too."""
+    flag, kv_heads = st.booleans(), draw(st.sampled_from((1, 2, 4)))
+    whole = draw(flag)
+    attention = AttentionConfig(
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=8,
+        rotary_dim=draw(st.sampled_from((0, 4, 8))),
+        interleaved=draw(flag),
+        gated=draw(flag),
+        qk_norm=whole or draw(flag),
+        norm_whole=whole,
+        bias=draw(flag),
+        out_bias=draw(flag),
+        sinks=draw(flag),
+        scale=draw(st.sampled_from((0.2, 0.5))),
+        softcap=draw(st.sampled_from((0.0, 2.0))),
+    )
+    layers = tuple(
+        draw(st.lists(st.sampled_from(("attention", "sliding")), min_size=1, max_size=3))
+    )
+    own = draw(flag) and len(set(layers)) == 2
+    window, other = draw(st.integers(1, 9)), draw(st.sampled_from((4, 8)))
+    sliding = replace(attention, window=window, rotary_dim=other if own else attention.rotary_dim)
+    return windowed_target_config(
+        layers=layers,
+        attention=attention,
+        sliding=sliding,
+        mlp=MlpConfig(
+            hidden=24, activation=draw(st.sampled_from(("silu", "gelu_tanh"))), bias=draw(flag)
+        ),
+        tied=draw(flag),
+        norms=draw(st.sampled_from(("pre", "post", "both"))),
+        embedding_scale=draw(st.sampled_from((1.0, 3.0))),
+        softcap=draw(st.sampled_from((0.0, 2.0))),
+        own_tables=own,
+        rope=Rope(theta=100.0),
+        sliding_rope=Rope(theta=10.0) if own else None,
+        taps=(),
+    )
+
+
+@settings(max_examples=examples(2))
+@given(config=configs(), seed=st.integers(0, 2**31 - 1))
+def test_any_combination_decodes_as_it_is_trained(config: TargetConfig, seed: int) -> None:
+    """In two passes over pages and rings, and in one over the whole sequence."""
+    one = random_target(config, seed)
+    rows, decoder = tokens()[:, :13], one.decoder()
+    trained = decoder.logits(decoder_rows(decoder, rows).hidden)
+    state, found = one.init(2, 13), []
+    for part in (rows[:, :8], rows[:, 8:]):
+        count = jnp.full((2,), part.shape[1], jnp.int32)
+        out = one.forward(part, count, state)
+        state = one.commit(out.state, count)
+        found.append(out.logits)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), trained, rtol=0, atol=5e-5)
