@@ -63,8 +63,8 @@ def overview_table(name: str, found: Overview) -> Table:
     for column in ("weights", "1000 tokens", "per row", *memories):
         table.add_column(column, justify="right", no_wrap=True)
     for fit in found.fits:
-        sizes = (_decimal(size) for size in (fit.weights, fit.cache, fit.row))
-        table.add_row(fit.form, *sizes, *(_fits(fit, each) for each in memories))
+        sizes = (decimal(size) for size in (fit.weights, fit.cache, fit.row))
+        table.add_row(fit.form, *sizes, *(fitting(fit, each) for each in memories))
     table.caption = (
         f"Fits beside the weights: x rows of {found.context:,} tokens, the whole context;\n"
         "else tokens of a single row. The working memory of a step is not counted."
@@ -72,14 +72,15 @@ def overview_table(name: str, found: Overview) -> Table:
     return table
 
 
-def _fits(fit: Fit, memory: str) -> str:
+def fitting(fit: Fit, memory: str) -> str:
+    """Return what fits in a memory: rows of the whole context, or tokens, or a dash."""
     rows, tokens = fit.rows[memory], fit.tokens[memory]
     if rows:
         return f"x {rows}" if rows < 1000 else f"x {rows // 1000}k"
     return f"{tokens:,}" if tokens else "-"
 
 
-def _decimal(size: int) -> str:
+def decimal(size: int) -> str:
     """Format bytes in powers of 1000, as in the sizes of accelerators: 8065907712 -> "8.07 GB"."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
