@@ -12,19 +12,17 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxdraft.base import (
-    NO_TOKEN,
     Drafter,
     DrafterDefaults,
     DraftInfo,
     Draw,
     Feed,
-    NoDraft,
     Proposal,
 )
 from jaxdraft.budget import DrafterCost, Mirrored
 from jaxdraft.checks import check_int
 from jaxdraft.config import Eagle3Config, MtpConfig
-from jaxdraft.draft.links import Links, chain, no_links, with_draft
+from jaxdraft.draft.links import Links, no_links, run_chain, with_draft
 from jaxdraft.guard import needed
 from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.sizes import check_slots
@@ -180,7 +178,7 @@ class ChainDrafter(DrafterDefaults):
         follows = fresh | (feed.first_position == state.length)
         intact = fresh | (state.intact & (follows | ~brings))
         count = jnp.where(intact & ~state.denied, feed.count, 0)
-        state = self._cover(state, jnp.where(count > 0, feed.first_position + count - 1, 0))
+        state = self.cover(state, jnp.where(count > 0, feed.first_position + count - 1, 0))
         count = jnp.where(state.denied, 0, count)
         fresh = fresh & (count > 0)
         steps = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
@@ -210,27 +208,10 @@ class ChainDrafter(DrafterDefaults):
         further. As many passes run as the widest row can use. Their keys are scratch: the pool's
         length does not change.
         """
-        wants = feed.wants_draft & (feed.limit > 0)
-        fits = self.config.context_length - state.pool.length
-        reason = jnp.select(
-            [~wants, state.denied, ~state.intact | (state.length == 0), fits <= 0],
-            [NoDraft.UNWANTED, NoDraft.DENIED, NoDraft.HOLE, NoDraft.CONTEXT],
-            NoDraft.DRAFTED,
-        )
-        limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), fits)
-        limit = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
-        state = self._cover(state, jnp.where(limit > 0, state.pool.length + limit, 0))
-        reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
-        limit = jnp.where(state.denied, 0, limit)
-        links = chain(self, state, feed.anchor, limit, feed.draw)
-        failed = (limit > 0) & ~links.finite
-        reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
-        length = jnp.where(links.finite, limit, 0)
-        kept = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
-        state = replace(state, pool=replace(links.cache, length=state.pool.length))
-        tokens = jnp.where(kept, links.tokens, NO_TOKEN)
-        proposal = Proposal(tokens, length, support=links.support)
-        return state, proposal, DraftInfo(reason, jnp.max(limit, initial=0))
+        found = run_chain(self, state, feed, state.pool.length, self.config.context_length)
+        state = found.state
+        state = replace(state, pool=replace(found.links.cache, length=state.pool.length))
+        return state, found.proposal, found.info
 
     def _start(self, pool: PagedPool) -> ChainState:
         batch = pool.length.shape[0]
@@ -244,7 +225,7 @@ class ChainDrafter(DrafterDefaults):
             misses=jnp.zeros((), jnp.int32),
         )
 
-    def _cover(self, state: ChainState, pairs: jax.Array) -> ChainState:
+    def cover(self, state: ChainState, pairs: jax.Array) -> ChainState:
         """Provide pages for ``pairs`` [B] per row; a row that cannot get them releases its own."""
         if state.pool.dense:
             return state

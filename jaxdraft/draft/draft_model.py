@@ -17,12 +17,11 @@ from jaxdraft.base import (
     DraftInfo,
     Draw,
     Feed,
-    NoDraft,
     Proposal,
 )
 from jaxdraft.budget import Beside, DrafterCost, Sliding, recurrent_bytes
 from jaxdraft.config import TargetConfig
-from jaxdraft.draft.links import DRAFT_TOKENS, Links, chain, no_links, with_draft
+from jaxdraft.draft.links import DRAFT_TOKENS, Links, no_links, run_chain, with_draft
 from jaxdraft.guard import needed
 from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import recurrent
@@ -221,7 +220,7 @@ class DraftModel(DrafterDefaults):
         state = self._restart(state, fresh & (count > 0))
         # Rows past the model's context are counted, and never run.
         fits = state.length + count <= self.model.context_length
-        state = self._cover(state, jnp.where(fits & (count > 0), state.length + count, 0))
+        state = self.cover(state, jnp.where(fits & (count > 0), state.length + count, 0))
         count = jnp.where(state.denied, 0, count)
         length = jnp.where(fits, state.length, state.length + count)
         return replace(state, intact=intact, length=length), jnp.where(fits, count, 0)
@@ -234,35 +233,18 @@ class DraftModel(DrafterDefaults):
         The first pass runs the token that waits, if there is one, and the anchor; each later pass
         the draft before. As many passes run as the widest row can use.
         """
-        wants = feed.wants_draft & (feed.limit > 0)
-        fits = self.model.context_length - state.length
-        reason = jnp.select(
-            [~wants, state.denied, ~state.intact | (state.length == 0), fits <= 0],
-            [NoDraft.UNWANTED, NoDraft.DENIED, NoDraft.HOLE, NoDraft.CONTEXT],
-            NoDraft.DRAFTED,
-        )
-        limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), fits)
-        limit = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
-        state = self._cover(state, jnp.where(limit > 0, state.length + limit, 0))
-        reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
-        limit = jnp.where(state.denied, 0, limit)
-        links = chain(self, state, feed.anchor, limit, feed.draw)
-        failed = (limit > 0) & ~links.finite
-        reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
-        length = jnp.where(links.finite, limit, 0)
-        place = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
-        rows = jnp.concatenate([feed.anchor[:, None], links.tokens[:, :-1]], axis=1)
+        found = run_chain(self, state, feed, state.length, self.model.context_length)
+        rows = jnp.concatenate([feed.anchor[:, None], found.links.tokens[:, :-1]], axis=1)
         # The rows of a failed chain may hold anything: none of them is committed.
-        drafted = jnp.where(place < length[:, None], rows, NO_TOKEN)
+        place = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
+        drafted = jnp.where(place < found.proposal.length[:, None], rows, NO_TOKEN)
         state = replace(
-            state,
-            model=_with_rows(links.cache),
+            found.state,
+            model=_with_rows(found.links.cache),
             drafted=drafted,
-            waits=state.waits & (limit == 0),
+            waits=found.state.waits & (found.limit == 0),
         )
-        tokens = jnp.where(place < length[:, None], links.tokens, NO_TOKEN)
-        proposal = Proposal(tokens, length, support=links.support)
-        return state, proposal, DraftInfo(reason, jnp.max(limit, initial=0))
+        return state, found.proposal, found.info
 
     def begin(
         self, state: DraftModelState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
@@ -356,7 +338,7 @@ class DraftModel(DrafterDefaults):
             length=jnp.where(rows, 0, state.length),
         )
 
-    def _cover(self, state: DraftModelState, positions: jax.Array) -> DraftModelState:
+    def cover(self, state: DraftModelState, positions: jax.Array) -> DraftModelState:
         """Provide pages for ``positions`` [B] per row.
 
         A row that cannot get them releases its own.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, Draw, Support
+from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, NoDraft, Proposal, Support
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.ranking import best_token
 
@@ -42,6 +42,10 @@ class Linked(Protocol):
         """K."""
         ...
 
+    def cover(self, state: Any, positions: jax.Array, /) -> Any:
+        """Provide pages for ``positions`` [B] per row; a row that cannot get them is denied."""
+        ...
+
     def begin(self, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None) -> Links:
         """Return the state before pass ``first_link``."""
         ...
@@ -56,6 +60,49 @@ class Linked(Protocol):
     ) -> Links:
         """Run pass ``number`` [] int32."""
         ...
+
+
+class Chained(NamedTuple):
+    """The result of :func:`run_chain`."""
+
+    state: Any  # with the pages of the chain's rows, and otherwise as before
+    links: Links
+    limit: jax.Array  # [B] int32, drafts that were made per row, also by chains that failed
+    proposal: Proposal
+    info: DraftInfo
+
+
+def run_chain(
+    drafter: Linked, state: Any, feed: Feed, used: jax.Array, context_length: int
+) -> Chained:
+    """Draft with a chain in every row that wants drafts and has room for them.
+
+    Args:
+      drafter: the drafter.
+      state: its state, with ``intact``, ``denied`` and ``length`` [B].
+      feed: see :class:`jaxdraft.base.Feed`.
+      used: [B] int32, positions of the cache in front of the chain.
+      context_length: positions that fit into the cache.
+    """
+    wants = feed.wants_draft & (feed.limit > 0)
+    fits = context_length - used
+    reason = jnp.select(
+        [~wants, state.denied, ~state.intact | (state.length == 0), fits <= 0],
+        [NoDraft.UNWANTED, NoDraft.DENIED, NoDraft.HOLE, NoDraft.CONTEXT],
+        NoDraft.DRAFTED,
+    )
+    limit = jnp.minimum(jnp.minimum(feed.limit, drafter.draft_tokens), fits)
+    limit = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
+    state = drafter.cover(state, jnp.where(limit > 0, used + limit, 0))
+    reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
+    limit = jnp.where(state.denied, 0, limit)
+    links = chain(drafter, state, feed.anchor, limit, feed.draw)
+    failed = (limit > 0) & ~links.finite
+    reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
+    length = jnp.where(links.finite, limit, 0)
+    kept = jnp.arange(drafter.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
+    proposal = Proposal(jnp.where(kept, links.tokens, NO_TOKEN), length, support=links.support)
+    return Chained(state, links, limit, proposal, DraftInfo(reason, jnp.max(limit, initial=0)))
 
 
 @jax.custom_jvp
