@@ -450,7 +450,8 @@ def _load(
     before, plus, last = ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
     home = locate(folder, revision)  # first, since a download has progress bars of its own
     own = last not in ("auto", "none", "ngram")
-    own = own and not (home / "genai_config.json").exists()  # an artifact has one at most
+    # An artifact has one at most, or a language model of another folder.
+    own = own and ("/" in last or not (home / "genai_config.json").exists())
     chosen = locate_drafter(last) if own else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:

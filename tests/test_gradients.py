@@ -24,7 +24,7 @@ from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import PackedLinear
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.train.blocks import block_features
-from jaxdraft.train.sequence import decoder_rows, mtp_chain
+from jaxdraft.train.sequence import chain_rows, decoder_rows
 from tests.paths import artifact
 
 
@@ -347,7 +347,7 @@ def test_chained_supports_have_the_gradient_of_a_plain_pass(
         row = jnp.arange(2)[:, None]
         text = tokens.at[row, first + 1 + jnp.arange(3)[None]].set(proposal.tokens)
         total = jnp.zeros(())
-        for link, rows in enumerate(mtp_chain(drafter.mtp(), drafter.embedding, hidden, text, 3)):
+        for link, rows in enumerate(chain_rows(drafter.mtp(), drafter.embedding, hidden, text, 3)):
             logits = drafter.logits(rows[jnp.arange(2), first[:, 0] - 1])
             scores = jnp.take_along_axis(logits, proposal.support.tokens[:, link], axis=1)
             scores = scores / hot().truncation.temperature[:, None]

@@ -25,6 +25,7 @@ from jaxdraft.nn.mlp import Mlp
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.nn.rope import Rotary, rotary_tables, rotate
+from jaxdraft.nn.vocabulary import places
 from jaxdraft.state.paged import Chunk, Source
 
 Side = int
@@ -186,10 +187,7 @@ class BlockBackbone(nnx.Module):
         """
         if self.config.draft_vocab_size is None:
             return tokens
-        vocabulary = self.vocabulary[...]
-        at = jnp.searchsorted(vocabulary, tokens).astype(jnp.int32)
-        there = jnp.take(vocabulary, at, axis=0, mode="clip") == tokens
-        return jnp.where(there, at, self.config.draft_vocab_size)
+        return places(self.vocabulary[...], tokens)
 
     def codes(self, table: jax.Array, draft_ids: jax.Array) -> jax.Array:
         """Return rows [..., R] of a table of pair scores; zero for a token without one."""

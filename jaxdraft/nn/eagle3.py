@@ -14,6 +14,7 @@ from jaxdraft.nn.linear import Embedding, Linear, Table
 from jaxdraft.nn.mlp import feed_forward
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import Rotary
+from jaxdraft.nn.vocabulary import places
 
 
 class Eagle3(ChainLayer):
@@ -80,3 +81,9 @@ class Eagle3(ChainLayer):
         if self.config.draft_vocab_size is None:
             return draft_ids
         return jnp.take(self.vocabulary[...], draft_ids, axis=0, mode="clip")
+
+    def draft_ids(self, tokens: jax.Array) -> jax.Array:
+        """Map token ids [...] to draft ids [...]; V' for tokens outside the draft vocabulary."""
+        if self.config.draft_vocab_size is None:
+            return tokens
+        return places(self.vocabulary[...], tokens)

@@ -21,7 +21,7 @@ from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language_loss
 from jaxdraft.train.optimize import TrainState, labels, make_step, optimizer, start, trapezoid
 from jaxdraft.train.rounding import round_as_stored, round_to_bfloat16, round_to_int4
-from jaxdraft.train.sequence import decoder_rows, mtp_chain
+from jaxdraft.train.sequence import chain_rows, decoder_rows
 
 __all__ = [
     "Continuations",
@@ -39,7 +39,7 @@ __all__ = [
     "labels",
     "language_loss",
     "make_step",
-    "mtp_chain",
+    "chain_rows",
     "optimizer",
     "round_as_stored",
     "round_to_bfloat16",

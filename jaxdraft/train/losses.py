@@ -12,12 +12,13 @@ from jax import lax
 from jaxdraft.base import MASKED
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.nn.decoder import Decoder
+from jaxdraft.nn.eagle3 import Eagle3
 from jaxdraft.nn.linear import soft_cap
 from jaxdraft.nn.mtp import Mtp
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.train.blocks import block_features, following
 from jaxdraft.train.optimize import Metrics
-from jaxdraft.train.sequence import decoder_rows, head_logits, mtp_chain
+from jaxdraft.train.sequence import chain_rows, decoder_rows, head_logits
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -100,7 +101,7 @@ class DraftLoss:
       trust_weight: weight of the confidence head's term.
       temperature: temperature of the sampled sequences.
       soft: share of the target's probabilities in both cross entropies, see above.
-      links: number of drafts of an MTP head; a block drafter has its own number.
+      links: number of drafts of a chain (MTP, EAGLE-3); a block drafter has its own number.
     """
 
     embedding: jax.Array | PackedMatrix
@@ -116,11 +117,13 @@ class DraftLoss:
     links: int = 3
 
     def __call__(
-        self, module: BlockBackbone | Mtp, batch: Continuations
+        self, module: BlockBackbone | Mtp | Eagle3, batch: Continuations
     ) -> tuple[jax.Array, Metrics]:
         """Return the loss [] and metrics, see :func:`acceptance`."""
         batch = jax.tree.map(_in_32_bits, batch)
-        return self.chain(module, batch) if isinstance(module, Mtp) else self.block(module, batch)
+        if isinstance(module, BlockBackbone):
+            return self.block(module, batch)
+        return self.chain(module, batch)
 
     def block(self, backbone: BlockBackbone, batch: Continuations) -> tuple[jax.Array, Metrics]:
         """Return the loss and metrics of a block drafter."""
@@ -131,9 +134,7 @@ class DraftLoss:
         )  # [B, n, K, D]
         head = self.head
         if config.draft_vocab_size is not None:
-            ids = backbone.vocabulary[...]
-            dense = not isinstance(head, PackedMatrix)
-            head = jnp.take(head, ids, axis=0) if dense else head.select(ids)
+            head = _rows(head, backbone.vocabulary[...])
         logits = backbone.logits(features, head)
         labels = backbone.draft_ids(following(batch.tokens, batch.anchors, drafts, offset=1))
         before = following(batch.tokens, batch.anchors, drafts, offset=0)
@@ -214,23 +215,38 @@ class DraftLoss:
             greedy,
         )
 
-    def chain(self, mtp: Mtp, batch: Continuations) -> tuple[jax.Array, Metrics]:
-        """Return loss and metrics of an MTP head; link 0 at ``anchor - 1`` is the first draft."""
-        rows = mtp_chain(mtp, self.embedding, batch.hidden, batch.tokens, self.links)
+    def chain(self, layer: Mtp | Eagle3, batch: Continuations) -> tuple[jax.Array, Metrics]:
+        """Return loss and metrics of a chain; link 0 at ``anchor - 1`` is the first draft."""
+        embedding, head, start = self.embedding, self.head, batch.hidden
+        if isinstance(layer, Eagle3):
+            start = layer.fuse(batch.aux)
+            embedding = layer.embed.table if layer.config.own_embedding else embedding
+        rows = chain_rows(layer, embedding, start, batch.tokens, self.links)
         rows = jnp.stack(rows, axis=2)  # [B, T, K, D]
         features = jnp.take_along_axis(rows, (batch.anchors - 1)[..., None, None], axis=1)
-        logits = head_logits(features, self.head)
-        labels = following(batch.tokens, batch.anchors, self.links, offset=1)
+        labels, known = following(batch.tokens, batch.anchors, self.links, offset=1), None
+        logits = None
+        if isinstance(layer, Eagle3):
+            features = layer.features(features)
+            if layer.config.own_head:
+                logits = layer.head(features, out_dtype=jnp.float32)
+            if layer.config.draft_vocab_size is not None:
+                head = _rows(head, layer.vocabulary[...])
+                labels = layer.draft_ids(labels)
+                known = labels < layer.config.draftable
+                labels = jnp.where(known, labels, 0)
+        logits = head_logits(features, head) if logits is None else logits
         hidden = following(batch.hidden, batch.anchors, self.links, offset=0)
-        teacher = self._teacher(hidden, self.head)
+        teacher = self._teacher(hidden, head)
         nats = self._mixed(logits, labels, teacher, batch.greedy)
-        overlap = self._overlap(logits, teacher, teacher)
+        full = teacher if known is None else self._teacher(hidden, self.head)
+        overlap = self._overlap(logits, teacher, full)
         total = self.head_weight * nats
         total = total + self.variation_weight * self._sampled(batch, 1.0 - overlap)
         right = _best(logits)[..., 0].astype(jnp.int32) == labels
-        return self._weighted(total), {
-            "nats": self._weighted(nats),
-            **acceptance(batch.greedy, right, overlap),
+        return self._weighted(total, known), {
+            "nats": self._weighted(nats, known),
+            **acceptance(batch.greedy, right if known is None else right & known, overlap),
         }
 
     def _teacher(self, hidden: jax.Array, head: jax.Array | PackedMatrix) -> jax.Array:
@@ -303,6 +319,11 @@ def acceptance(greedy: jax.Array, right: jax.Array, overlap: jax.Array) -> Metri
         metrics[f"{name}_survival"] = survival
         metrics[f"{name}_tokens"] = 1.0 + jnp.sum(survival)
     return metrics
+
+
+def _rows(head: jax.Array | PackedMatrix, ids: jax.Array) -> jax.Array | PackedMatrix:
+    """Return the rows of a head that score the tokens ``ids``."""
+    return head.select(ids) if isinstance(head, PackedMatrix) else jnp.take(head, ids, axis=0)
 
 
 def _best(scores: jax.Array) -> jax.Array:

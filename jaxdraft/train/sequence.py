@@ -15,10 +15,10 @@ from jax import lax
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.nn.attention import Attention, share_of_keys
+from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.delta_net import DeltaNet, delta_rule
 from jaxdraft.nn.linear import matmul, precision, soft_cap, take
-from jaxdraft.nn.mtp import Mtp
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.state.recurrent import Capsule, Recurrent, commit
 
@@ -148,28 +148,33 @@ def delta_net_rows(mixer: DeltaNet, x: jax.Array, *, chunk: int = CHUNK) -> jax.
     return mixer.finish(out.astype(x.dtype), row.gate)
 
 
-def mtp_chain(
-    mtp: Mtp, embedding: jax.Array | PackedMatrix, hidden: jax.Array, tokens: jax.Array, links: int
+def chain_rows(
+    layer: ChainLayer,
+    embedding: jax.Array | PackedMatrix,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    links: int,
 ) -> list[jax.Array]:
-    """Chain the head ``links`` times from every row of a sequence, fed with the true tokens.
+    """Chain a head ``links`` times from every row of a sequence, fed with the true tokens.
 
-    Link j of row p reads the row of the link before (link 0: the target's own hidden row) and token
-    p + 1 + j, has position p + j, and predicts token p + 2 + j. It attends to the same rows as in
-    the drafter's cache and scratch: link 0 of rows up to p, then its own chain.
+    Link j of row p reads the row of the link before (link 0: what is made of the target's own row)
+    and token p + 1 + j, has position p + j, and predicts token p + 2 + j. It attends to the same
+    rows as in the drafter's cache and scratch: link 0 of rows up to p, then its own chain.
 
     Args:
-      mtp: the head.
-      embedding: [V, D], the target's.
-      hidden: [B, T, D], the target's rows after its final norm.
+      layer: the head.
+      embedding: [V, D], the one that the head reads.
+      hidden: [B, T, D], rows of the target: after its final norm for an MTP head, fused
+        (:meth:`jaxdraft.nn.eagle3.Eagle3.fuse`) for an EAGLE-3 head.
       tokens: [B, T] int32. Past the end it reads token 0: the results of
         links that need those tokens, at the last rows, are meaningless.
       links: number of times the head is applied.
 
     Returns:
-      For each link the final-normed rows [B, T, D], which the target's head reads.
+      For each link the rows [B, T, D] that the next link reads.
     """
     batch, steps = tokens.shape
-    config = mtp.config.attention
+    mixer = layer.mixer
     padded = jnp.pad(tokens, ((0, 0), (0, links)))
     keys: list[jax.Array] = []
     values: list[jax.Array] = []
@@ -177,17 +182,14 @@ def mtp_chain(
     for link in range(links):
         following = padded[:, 1 + link : 1 + link + steps]
         embedded = take(embedding, following).astype(hidden.dtype)
-        pair = [mtp.embedding_norm(embedded), mtp.hidden_norm(hidden)]
-        x = mtp.fc(jnp.concatenate(pair, axis=-1))
+        residual, rows = layer.enter(embedded, hidden)
         positions = jnp.arange(steps, dtype=jnp.int32)[None] + link
-        cos, sin = mtp.rotary.at(jnp.broadcast_to(positions, (batch, steps)))
-        q, k, v, gate = mtp.mixer.project(mtp.input_norm(x), cos, sin)
+        cos, sin = layer.rotary.at(jnp.broadcast_to(positions, (batch, steps)))
+        q, k, v, gate = mixer.project(rows, cos, sin)
         keys.append(k)
         values.append(v)
-        attended = _chain_attention(q, keys, values, config, mtp.mixer.sink_scores)
-        x = x + mtp.mixer.finish(attended, gate)
-        x = x + mtp.mlp(mtp.post_norm(x))
-        hidden = mtp.norm(x)
+        attended = _chain_attention(q, keys, values, mixer.config, mixer.sink_scores)
+        hidden = layer.leave(residual, mixer.finish(attended, gate))
         outputs.append(hidden)
     return outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,12 @@ from jaxdraft import testing
 from jaxdraft.base import Feed
 from jaxdraft.config import AttentionConfig
 from jaxdraft.draft.block import BlockDrafter
-from jaxdraft.draft.mtp import MtpDrafter
+from jaxdraft.draft.chain import ChainDrafter
 from jaxdraft.nn.attention import attend
 from jaxdraft.nn.linear import matmul
 from jaxdraft.state.paged import Chunk, Source
 from jaxdraft.train.blocks import block_features, following
-from jaxdraft.train.sequence import causal_attention, decoder_rows, head_logits, mtp_chain
+from jaxdraft.train.sequence import causal_attention, chain_rows, decoder_rows, head_logits
 
 STEPS = 70  # no multiple of the delta rule's chunk; the tiny ring has wrapped by then
 
@@ -140,15 +141,27 @@ def test_a_block_reads_nothing_from_its_anchor_on(kind, target, tokens, scored) 
     np.testing.assert_allclose(many[:, :1], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_chained_links_are_chained_drafts(target, tokens, scored, sinks: bool) -> None:
+@pytest.mark.parametrize("kind", ["mtp", "mtp with sinks", "eagle3"])
+def test_chained_links_are_chained_drafts(target, tokens, scored, kind: str) -> None:
     """The head fed its own drafts as if they were the text says those same drafts again."""
-    shape = replace(testing.tiny_target_config().attention, sinks=sinks)
-    drafter: MtpDrafter = testing.tiny_mtp(target, attention=shape)
-    chain = jax.jit(lambda d, h, t: mtp_chain(d.mtp(), d.embedding, h, t, 3))
+    shape = replace(testing.tiny_target_config().attention, sinks=kind == "mtp with sinks")
+    drafter: ChainDrafter = testing.tiny_mtp(target, attention=shape)
+    if kind == "eagle3":
+        switches = dict(fc_norm=True, norm_output=True, norm_before_residual=True)
+        drafter = testing.tiny_eagle3(target, own_embedding=True, **switches)
+
+    @jax.jit
+    def chain(drafter: Any, hidden: jax.Array, aux: jax.Array, text: jax.Array) -> Any:
+        layer = drafter.layer()
+        if kind != "eagle3":
+            return chain_rows(layer, drafter.embedding, hidden, text, 3)
+        return chain_rows(layer, layer.embed.table, layer.fuse(aux), text, 3)
+
+    ids = drafter.vocabulary()
+    ids = jnp.arange(48) if ids is None else ids
     for first in (2, 31):
         feed = Feed(
-            aux=None,
+            aux=scored.aux_hidden,
             count=jnp.full((2,), first, jnp.int32),
             first_position=jnp.zeros((2,), jnp.int32),
             anchor=tokens[:, first],
@@ -159,11 +172,13 @@ def test_chained_links_are_chained_drafts(target, tokens, scored, sinks: bool) -
         )
         _, proposal, _ = drafter.step(drafter.init(2, STEPS), feed)
         text = tokens.at[:, first + 1 : first + 4].set(proposal.tokens)
-        for link, hidden in enumerate(chain(drafter, scored.hidden, text)):
+        for link, hidden in enumerate(chain(drafter, scored.hidden, scored.aux_hidden, text)):
             logits = drafter.logits(hidden[:, first - 1])
             two = jax.lax.top_k(logits, 2)[0]
             assert (two[:, 0] - two[:, 1] > 1e-4).all()  # the comparison below means something
-            np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), proposal.tokens[:, link])
+            np.testing.assert_array_equal(
+                ids[jnp.argmax(logits, axis=-1)], proposal.tokens[:, link]
+            )
 
 
 def test_following_gathers_what_comes_after_anchors() -> None:

@@ -50,6 +50,8 @@ def draft_loss(target, **changes) -> DraftLoss:
 def drafter(target, kind: str) -> Frozen:
     if kind == "mtp":
         return testing.tiny_mtp(target).mtp
+    if kind == "eagle3":
+        return testing.tiny_eagle3(target, draft_vocab_size=None).eagle3
     return testing.tiny_drafter(target, kind, layers=1).backbone
 
 
@@ -61,7 +63,7 @@ def run(loss, frozen: Frozen, batch):
 # --------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("kind", ["target", "dflash2", "dspark", "mtp"])
+@pytest.mark.parametrize("kind", ["target", "dflash2", "dspark", "eagle3", "mtp"])
 def test_gradients_of_every_array(kind, target, batch) -> None:
     """Central differences along each array's own gradient."""
     if kind == "target":
