@@ -166,12 +166,14 @@ def _markov(config: BlockDrafterConfig) -> Json:
     """Return the settings of DSpark's heads."""
     if not config.rank:
         return {}
-    return {
+    json: Json = {
         "markov_rank": config.rank,
         "markov_head_type": config.markov,
         "enable_confidence_head": config.confidence is not None,
-        "confidence_head_with_markov": config.confidence == "pair",
     }
+    if config.confidence is not None:
+        json["confidence_head_with_markov"] = config.confidence == "pair"
+    return json
 
 
 def _speculators(

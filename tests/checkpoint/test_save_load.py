@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import jaxdraft
 from jaxdraft import Model
 from jaxdraft.checkpoint import Rope, save
 from jaxdraft.config import AttentionConfig
+from jaxdraft.draft.block import BlockDrafter
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 from tests.checkpoint.conftest import MOE
 from tests.checkpoint.helpers import (
@@ -292,12 +294,16 @@ def test_a_dspark_checkpoint_of_its_authors(saved: Path, tmp_path: Path) -> None
 
     edit_json(folder / "config.json", flatten)
     edit_tensors(folder / "model.safetensors", add)
-    found = jaxdraft.load(saved, drafter=folder)
-    assert_same(found, jaxdraft.load(saved, drafter="dspark"))
-    config = json.loads((folder / "config.json").read_text())
-    del config["selector_top_k"]  # what the model builder takes then
-    (folder / "config.json").write_text(json.dumps(config))
-    assert jaxdraft.load(saved, drafter=folder).drafter.config.candidates == 16  # type: ignore[attr-defined]
+    found, plain = (jaxdraft.load(saved, drafter=each).drafter for each in (folder, "dspark"))
+    assert isinstance(found, BlockDrafter) and isinstance(plain, BlockDrafter)
+    described = dataclasses.replace(plain.config, confidence="pair", layout="flat")
+    assert found.config == described
+    params = dict(found.backbone.params)
+    assert params.pop("trust_weight").shape == (1, 40) and params.pop("trust_bias").shape == (1,)
+    jax.tree.map(np.testing.assert_array_equal, params, dict(plain.backbone.params))
+    edit_json(folder / "config.json", lambda config: config.update(selector_top_k=None))
+    chained = jaxdraft.load(saved, drafter=folder).drafter.config  # type: ignore[attr-defined]
+    assert chained == dataclasses.replace(described, chained=True, candidates=16)
 
 
 def test_experts_and_their_head(tmp_path: Path) -> None:

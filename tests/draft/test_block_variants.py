@@ -13,7 +13,7 @@ import pytest
 
 import jaxdraft
 from jaxdraft import Model, Sampling, generate, stream
-from jaxdraft.base import Feed
+from jaxdraft.base import Draw, Feed, Proposal, Truncation
 from jaxdraft.budget import Mixed
 from jaxdraft.checkpoint import save
 from jaxdraft.config import AttentionConfig
@@ -119,6 +119,42 @@ def test_each_draft_is_the_best_after_its_path(variant: str, target: Any) -> Non
     best = jnp.argmax(backbone.logits(features, made.head) + bias, axis=-1)
     np.testing.assert_array_equal(proposal.tokens, backbone.tokens(best))
     assert len(set(np.asarray(best)[0].tolist())) > 1
+
+
+@pytest.mark.parametrize("variant", ["rnn", "pruned"])
+def test_gradients_of_a_chain_are_those_of_its_path(variant: str, target: Any) -> None:
+    """With respect to the drafter and the auxiliary rows, of probabilities that drafts have."""
+    made = drafter(target, variant)
+    one = jnp.ones((1,), jnp.float32)
+    rules = Truncation(one, jnp.zeros((1,), jnp.int32), one, 0 * one)
+    feed = dataclasses.replace(
+        feed_of(made), draw=Draw(rules, jax.random.split(jax.random.key(1), 1))
+    )
+    shape = (1, made.draft_tokens, made.config.candidates)
+    weights = jax.random.normal(jax.random.key(2), shape)
+
+    def walked(made: BlockDrafter, aux: jax.Array) -> tuple[jax.Array, Proposal]:
+        _, proposal, _ = made.step(made.init(1, 64), dataclasses.replace(feed, aux=aux))
+        assert proposal.support is not None
+        return jnp.sum(proposal.support.probs * weights), proposal
+
+    def along(made: BlockDrafter, aux: jax.Array, proposal: Proposal) -> jax.Array:
+        state = made.ingest(made.init(1, 64), dataclasses.replace(feed, aux=aux))
+        backbone, features = made.backbone(), made.features(state, feed.anchor)
+        before = jnp.concatenate([feed.anchor[:, None], proposal.tokens[:, :-1]], axis=1)
+        bias = backbone.pair_bias(features, backbone.predecessors(before))
+        assert bias is not None and proposal.support is not None
+        ids = backbone.draft_ids(proposal.support.tokens)
+        scores = jnp.take_along_axis(backbone.logits(features, made.head) + bias, ids, axis=-1)
+        return jnp.sum(jax.nn.softmax(scores, axis=-1) * weights)
+
+    gradient = jax.jit(jax.grad(walked, (0, 1), has_aux=True, allow_int=True))
+    found, proposal = gradient(made, feed.aux)
+    expected = jax.jit(jax.grad(along, (0, 1), allow_int=True))(made, feed.aux, proposal)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    assert float(jnp.abs(found[1]).max()) > 1e-3
 
 
 def test_a_drafter_of_both_caches_is_billed_for_both(target: Any) -> None:

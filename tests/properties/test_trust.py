@@ -18,7 +18,7 @@ from jaxdraft import Sampling, generate
 from jaxdraft.base import Feed
 from jaxdraft.config import AttentionConfig, BlockDrafterConfig, KvShape
 from jaxdraft.draft.block import BlockDrafter, BlockState
-from jaxdraft.nn.dspark import DSpark
+from jaxdraft.kinds import block_of
 from jaxdraft.nn.linear import Frozen
 from jaxdraft.state.paged import PagedPool
 from tests.oracle.sampling import chi_square
@@ -75,7 +75,7 @@ for mistake in (OwnToken, AllAtOnce):
     struct.dataclass(mistake)
 
 
-def drafter(kind: type[TableBlock], cut: float | None = 0.3, **changes: Any) -> TableBlock:
+def drafter(made_as: type[TableBlock], cut: float | None = 0.3, **changes: Any) -> TableBlock:
     config = BlockDrafterConfig(
         **{
             "kind": "dspark",
@@ -96,7 +96,7 @@ def drafter(kind: type[TableBlock], cut: float | None = 0.3, **changes: Any) -> 
             **changes,
         }
     )
-    module = DSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    module: Any = block_of(config.kind).module(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
     if config.confidence is not None:
         rows, codes = module.trust_weight[..., :WIDTH], module.trust_weight[..., WIDTH:]
         # The token before decides more than the row: where it does not, no cut can do harm.
@@ -104,7 +104,7 @@ def drafter(kind: type[TableBlock], cut: float | None = 0.3, **changes: Any) -> 
         module.trust_bias.set_value(jnp.ones((1,)))
     table = jax.random.normal(jax.random.key(8), (VOCAB, DRAFTS, WIDTH), jnp.float32)
     head = jax.random.normal(jax.random.key(9), (VOCAB, WIDTH), jnp.float32)
-    made = kind(
+    made = made_as(
         Frozen.of(module), jnp.zeros((VOCAB, WIDTH)), head, config, jnp.dtype("float32"),
         table=table,
     )  # fmt: skip
@@ -120,8 +120,16 @@ def test_the_cut_changes_no_distribution(changes: dict[str, Any]) -> None:
     assert p > LIMIT and distance < 1.25, (p, distance)
 
 
-def test_a_chain_without_a_cut() -> None:
-    made = drafter(TableBlock, None, **CHAIN)
+UNCUT = [
+    CHAIN,
+    dict(kind="dflash", rank=0, confidence=None),
+    dict(chained=True, draft_vocab_size=5, own_head=True),  # token 5 is never drafted
+]
+
+
+@pytest.mark.parametrize("changes", UNCUT, ids=str)
+def test_drafts_without_a_cut(changes: dict[str, Any]) -> None:
+    made = drafter(TableBlock, None, **changes)
     p, distance = chi_square(outputs(made, Sampling(**HOW)), exactly(HOW))
     assert p > LIMIT and distance < 1.25, (p, distance)
 
