@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdraft import Drafter, rounds
 from jaxdraft.engine import programs
 from jaxdraft.engine.engine import PAGE_SIZE
-from jaxdraft.engine.programs import BatchRows
+from jaxdraft.engine.programs import BatchRows, PromptChunk, RowText
 from jaxdraft.engine.runner import empty_states
 from jaxdraft.rounds import Rules
 from jaxdraft.sizes import PREFILL_CHUNK
@@ -58,22 +58,21 @@ def programs_of(
         form = dict(all_rows=True, plain=False, logprobs=None)
         return programs.run_round(target, drafter, state, rules, batch, where=where, **form)
 
-    def run_chunk(
-        target: Any, drafter: Any, state: Any, rules: Any, batch: Any, *prompts: Any
-    ) -> Any:
-        found = (target, drafter, state, rules, batch, *prompts)
+    def run_chunk(target: Any, drafter: Any, state: Any, rules: Any, batch: Any, chunk: Any) -> Any:
+        found = (target, drafter, state, rules, batch, chunk)
         return programs.run_chunk(*found, where=where, logprobs=None)
 
-    def admit(target: Any, drafter: Any, state: Any, blank: Any, *text: Any) -> Any:
-        found = (target, drafter, state, blank, None, (), *text)
-        return programs.admit(*found, where=where, parts=parts, skips=False)
+    def admit(target: Any, drafter: Any, state: Any, text: Any) -> Any:
+        return programs.admit(target, drafter, state, text, where=where, parts=parts, skips=False)
 
-    prompts = (_integers(ROWS, PREFILL_CHUNK), numbers, flags, flags)
-    text = (_integers(1), _integers(1, capacity), _integers(4, 1))
+    tokens: Any = _integers(ROWS, PREFILL_CHUNK)
+    chunk = PromptChunk(tokens, numbers, flags, flags)  # type: ignore[bad-argument-type]
+    row, line, counts = (_integers(*shape) for shape in ((1,), (1, capacity), (4, 1)))
+    text = RowText(row, line, counts, blank, None, ())  # type: ignore[bad-argument-type]
     return {
         "round": (run_round, (target, drafter, state, rules, batch)),
-        "chunk": (run_chunk, (target, drafter, state, rules, batch, *prompts)),
-        "admit": (admit, (target, drafter, state, blank, *text)),
+        "chunk": (run_chunk, (target, drafter, state, rules, batch, chunk)),
+        "admit": (admit, (target, drafter, state, text)),
     }
 
 
