@@ -275,6 +275,7 @@ class _Target:
         if windows == "number" and given.get("sliding_window") is None:  # null is none
             return None
         window = text.integer("sliding_window")
+        text.only("sliding_window_size", window)  # Gemma 2 has it twice
         if windows == "number" and window >= context:
             self.top.remarks.note(
                 CONFIG, f"sliding_window is {window}: no text of {context} tokens is longer"
