@@ -224,6 +224,7 @@ class _Target:
 
     def _stop_ids(self, vocab: int) -> tuple[int, ...]:
         """Return the stop ids of the text model, else of the whole model, else the default."""
+        self.top.inert("eos_token_id")  # where both have it
         given = "eos_token_id" in self.text or "eos_token_id" not in self.top
         first, second = (self.text, self.top) if given else (self.top, self.text)
         return first.stop_ids(vocab) or second.stop_ids(vocab)

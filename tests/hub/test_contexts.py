@@ -1,4 +1,4 @@
-"""The length of a target's context: chosen, and in LongRoPE deciding about the tables."""
+"""The length of a target's context, which in LongRoPE decides about the tables; its stop ids."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import jaxdraft
+from convert.checkpoint.config import read_target
+from convert.errors import Problems
+from convert.unused import Remarks
 from tests.hub import helpers
 
 PHI = "phi4_mini"
@@ -39,3 +42,21 @@ def test_any_target_can_have_a_shorter_context() -> None:
 def test_lengths_that_the_file_does_not_allow(wanted: object) -> None:
     with pytest.raises(ValueError, match="max_position_embeddings: found 4096, and context_length"):
         jaxdraft.load(helpers.DATA / PHI, context_length=wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "stops"),
+    [
+        ({}, {}, (1,)),
+        ({}, {"eos_token_id": [1, 6]}, (1, 6)),
+        ({"eos_token_id": 3}, {"eos_token_id": 6}, (3,)),
+    ],
+)
+def test_stop_ids_of_a_part_and_of_the_whole(
+    inner: dict[str, object], outer: dict[str, object], stops: tuple[int, ...]
+) -> None:
+    """The text model's own come first, then those of the whole, then the default of the class."""
+    body = {"model_type": "gemma3", "text_config": inner, **outer}
+    problems, remarks = Problems(), Remarks()
+    facts = read_target(body, head_stored=False, problems=problems, remarks=remarks)
+    assert facts.stop_ids == stops and not problems and not remarks.warnings
