@@ -40,7 +40,7 @@ def test_inspect_reports_problems_and_fails() -> None:
 
 
 def test_generate_streams_and_counts() -> None:
-    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "24"]
+    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "12"]
     drafted = runner.invoke(app, command)
     plain = runner.invoke(app, [*command, "--drafter", "none"])
     assert drafted.exit_code == 0, drafted.output
@@ -53,7 +53,7 @@ def test_generate_streams_and_counts() -> None:
 
 
 def test_generate_takes_two_drafters_fewer_drafts_and_blocks() -> None:
-    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "24", "--drafter"]
+    command = ["generate", str(EMBEDDED), "--prompt", "def main(argv):\n", "-n", "12", "--drafter"]
     drafted = runner.invoke(app, [*command, "ngram+dspark", "--draft-tokens", "2", "--blocked"])
     plain = runner.invoke(app, [*command, "none"])
     assert drafted.exit_code == 0, drafted.output
@@ -67,7 +67,7 @@ def test_generate_takes_two_drafters_fewer_drafts_and_blocks() -> None:
 
 
 def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
-    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "24"]
+    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "12"]
     command += ["-t", "0.8", "--top-p", "0.9", "--stop", "return"]
     one, two, other = (
         runner.invoke(app, [*command, "--seed", seed]).stdout for seed in ("3", "3", "5")
@@ -84,7 +84,7 @@ def test_save_writes_checkpoints_that_load(tmp_path: Path) -> None:
     assert (out / "target" / "config.json").is_file() and (out / "dflash2").is_dir()
     again = runner.invoke(app, ["save", str(FIRST_FAMILY), str(out)])
     assert again.exit_code == 2  # nothing is overwritten unasked
-    command = ["--prompt", "def main(argv):\n", "-n", "24"]
+    command = ["--prompt", "def main(argv):\n", "-n", "12"]
     texts = [
         runner.invoke(app, ["generate", str(folder), *command]).stdout.split("tokens/s")[0]
         for folder in (FIRST_FAMILY, out)
@@ -130,7 +130,7 @@ def test_save_in_eight_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_demo_shows_equal_texts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxdraft.cli.smollm2_file", lambda: None)
-    options = ["-n", "16", "--repeats", "1", *["--family"] * asked]
+    options = ["-n", "8", "--repeats", "1", *["--family"] * asked]
     result = runner.invoke(app, ["demo", *options])
     assert result.exit_code == 0, result.output
     assert result.stdout.count("equal to plain decoding") == 6

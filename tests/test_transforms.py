@@ -28,6 +28,7 @@ from jaxdraft.draft.confident import ConfidentDrafter
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.keys import own_streams
 from jaxdraft.testing import LatticeDrafter, TableTarget, tiny_model
+from tests.examples import LONG, first
 
 IDS = np.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
 WARM = Sampling(
@@ -78,7 +79,6 @@ SUBSETS = [
     ("sampling",),
     ("draft_limit",),
     ("stop_ids",),
-    ("model", "key"),
     ("prompts", "stop_ids", "draft_limit"),
     ("model", "prompts", "lengths", "key", "sampling", "draft_limit", "stop_ids"),
 ]
@@ -129,8 +129,7 @@ def test_any_argument_may_be_traced(table: Model, traced: tuple[str, ...]) -> No
     def run(moving: Any) -> jax.Array:
         return tokens({**given, **moving})
 
-    few = ALL if len(traced) != 1 or traced == ("model",) else [under_jit, under_vmap]
-    for transform in few:
+    for transform in ALL if LONG or traced == ("model",) else [under_jit, under_vmap]:
         if transform in (under_map, under_vmap, under_scan) and "sampling" in traced:
             continue  # its static fields pass, and its numbers do below
         found = transform(run, moving)
@@ -139,20 +138,26 @@ def test_any_argument_may_be_traced(table: Model, traced: tuple[str, ...]) -> No
     assert (shape.shape, shape.dtype) == (expected.shape, expected.dtype)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "logit_bias"])
-def test_numbers_of_sampling_are_batched(table: Model, name: str) -> None:
-    values = dict(
-        temperature=[0.0, 1.2], top_k=[3, 0], top_p=[0.5, 0.9], min_p=[0.3, 0.0],
-        logit_bias=[{2: 4.0}, {2: -4.0}],
-    )[name]  # fmt: skip
+BATCHED: dict[str, list[Any]] = dict(
+    temperature=[0.7, 1.2],
+    top_k=[3, 0],
+    top_p=[0.5, 0.9],
+    min_p=[0.3, 0.0],
+    logit_bias=[{2: 4.0}, {2: -4.0}],
+)
+
+
+@pytest.mark.parametrize("names", first(1, [tuple(BATCHED), *((name,) for name in BATCHED)]))
+def test_numbers_of_sampling_are_batched(table: Model, names: tuple[str, ...]) -> None:
+    values = [{name: BATCHED[name][row] for name in names} for row in range(2)]
 
     def run(value: Any) -> jax.Array:
-        how = dataclasses.replace(Sampling(), **{name: value})
+        how = dataclasses.replace(Sampling(), **value)
         return jaxdraft.generate(table, IDS, max_new_tokens=6, sampling=how, key=3).tokens
 
-    stacked = jax.tree.map(lambda *x: jnp.asarray(np.asarray(x)), *values)
-    if name != "top_k":
-        stacked = jax.tree.map(lambda x: x.astype(jnp.float32), stacked)
+    stacked = jax.tree.map(
+        lambda *x: jnp.asarray(x, jnp.float32 if isinstance(x[0], float) else jnp.int32), *values
+    )
     found = jax.vmap(run)(stacked)
     for value, row in zip(values, found, strict=True):
         np.testing.assert_array_equal(row, run(value))
@@ -334,7 +339,7 @@ def test_keys_of_other_forms_are_refused(table: Model, key: Any, message: str) -
 # --------------------------------------------------------------------------- kinds of keys
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("kind", first(2, ["rbg", "threefry2x32", "unsafe_rbg"]))
 def test_a_row_draws_whatever_is_beside_it(table: Model, kind: str) -> None:
     key = jax.random.key(5, impl=kind)
 
@@ -357,7 +362,7 @@ def draw_traced(model: Model, key: jax.Array) -> jax.Array:
     return jaxdraft.generate(model, IDS, max_new_tokens=4, sampling=WARM, key=key).tokens
 
 
-@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("kind", first(1, ["rbg", "unsafe_rbg"]))
 def test_paths_and_drafts_draw_row_by_row(table: Model, kind: str) -> None:
     keys = jax.random.split(jax.random.key(2, impl=kind), 2)
     lattice = table.drafter.lattice(jnp.asarray([3, 3], jnp.int32))  # type: ignore[attr-defined]
@@ -431,10 +436,13 @@ def everything(kind: str, case: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [
-        ("dflash2", "own"), ("dflash2", "adaptive"), ("dflash2", "longest"),
-        ("dspark", "confident"), ("mtp", "own"), ("mtp", "fallback"), ("dspark", "none"),
-    ],
+    first(
+        3,
+        [
+            ("dflash2", "adaptive"), ("dspark", "confident"), ("mtp", "fallback"),
+            ("dflash2", "own"), ("dflash2", "longest"), ("mtp", "own"), ("dspark", "none"),
+        ],
+    ),
 )  # fmt: skip
 def test_x64_gives_the_same_numbers(kind: str, case: str) -> None:
     expected = everything(kind, case)
