@@ -11,19 +11,25 @@
    that ``gpu_estimate.py`` assumes.
 5. The speed tables: of the shipped family, and at the geometry of 27B if it fits.
 
-The result file names the device.
+The result file names the device. It is written again after every part, and a part that fails leaves
+its error there: what was measured before is never lost. Memory is taken as it is needed and not in
+advance, since the tests and the speed tables are processes of their own beside this one.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX is there
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +50,9 @@ LIKELY = -6.0
 
 ROOM_27B = 70 * 2**30
 """Bytes that the geometry of 27B takes in 16 bits."""
+
+LONGEST = 3 * 3600
+"""Seconds that the tests, or a speed table, may take."""
 
 PROMPT = "def fibonacci(n):\n    "
 TESTS = tuple(
@@ -153,29 +162,100 @@ def launch_seconds() -> float:
     return best / 1000
 
 
-def run_tests() -> tuple[bool, str]:
-    """Run the tests in a process of its own; return whether all passed, and pytest's last line."""
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end, for at most :data:`LONGEST` seconds."""
+    return subprocess.run(
+        command,
+        cwd=HERE.parent,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONGEST,
+    )
+
+
+def run_tests() -> tuple[str, bool]:
+    """Run the tests in a process of its own; return their failures and last line, and success."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *TESTS]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines() or ["pytest printed nothing"]
+    done = _run(command, XLA_FLAGS=os.environ.get("XLA_FLAGS", ""))  # else those of the tests
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-400:] or "nothing printed"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode == 0, "\n".join([*failed, lines[-1]])
+    return "```\n" + "\n".join([*failed, lines[-1]]) + "\n```", done.returncode == 0
 
 
-def speed(device: Any) -> list[str]:
+def speed(device: Any) -> tuple[str, bool]:
     """Run the speed tables, which write results of their own; return a line for each."""
     asked: list[list[str]] = [[]]
     if (device.memory_stats() or {}).get("bytes_limit", 0) > ROOM_27B:
         asked.append(["--geometry", "27b"])
-    lines = []
+    lines, right = [], True
     for options in asked:
         command = [sys.executable, str(HERE / "speed_table.py"), *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _run(command)
+        right &= done.returncode == 0
         said = "written" if done.returncode == 0 else f"failed: {done.stderr.strip()[-400:]}"
-        lines.append(f"* `speed_table.py {' '.join(options)}`: {said}")
+        lines.append(f"* `{' '.join(['speed_table.py', *options])}`: {said}")
     if len(asked) == 1:
         lines.append(f"* The geometry of 27B was left out: it needs {ROOM_27B / 2**30:.0f} GiB.")
-    return lines
+    return "\n".join(lines), right
+
+
+HEAD = ["dtype", "path", "largest difference", "limit", "drafts change nothing", "right"]
+
+
+def against_cpu(device: Any) -> tuple[str, bool]:
+    """Return the table of :func:`compare`, and whether all of it is right."""
+    rows = compare(device)
+    return table(HEAD, rows), all(row[-1] == "yes" for row in rows)
+
+
+Part = Callable[[], tuple[str, bool]]
+"""A part of the result in Markdown, and whether what it found is right."""
+
+
+def parts_of(device: Any) -> dict[str, Part]:
+    """Return the parts of the result by title, quick ones first.
+
+    The peak of memory is that of the process, so nothing may run before it.
+    """
+
+    def costs() -> tuple[str, bool]:
+        return (
+            f"Copying: {copy_rate() / 1e12:.2f} TB/s read and written. One launch in a chain: "
+            f"{launch_seconds() * 1e6:.2f} us."
+        ), True
+
+    return {
+        "Memory": lambda: (table(["planned bytes", "peak bytes"], memory(device)), True),
+        "Costs": costs,
+        "Against float32 on the CPU": functools.partial(against_cpu, device),
+        "Speed": functools.partial(speed, device),
+        "Tests": run_tests,
+    }
+
+
+def run_parts(parts: dict[str, Part], write: Callable[[str], None], device: str) -> bool:
+    """Run all parts, whatever becomes of the others; return whether everything is right.
+
+    Args:
+      parts: from :func:`parts_of`.
+      write: writes the result in Markdown; called after every part.
+      device: words for the device.
+    """
+    done: dict[str, tuple[str, bool]] = {}
+    for title, part in parts.items():
+        try:
+            done[title] = part()
+        except Exception:  # whatever fails on hardware that nothing here has seen
+            done[title] = f"This part failed:\n\n```\n{traceback.format_exc()[-2000:]}\n```", False
+        wrong = [name for name, (_, right) in done.items() if not right]
+        left = [name for name in parts if name not in done]
+        said = f"**Not right: {', '.join(wrong)}.**" if wrong else "Everything is right."
+        said += f" Not yet run: {', '.join(left)}." if left else ""
+        texts = [f"## {name}\n\n{text}" for name, (text, _) in done.items()]
+        write("\n\n".join([f"Device: {device}. {said}", *texts]))
+    return all(right for _, right in done.values())
 
 
 def main() -> None:
@@ -183,33 +263,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--on-cpu", action="store_true", help="compare on the CPU; write nothing")
     args = parser.parse_args()
-    head = ["dtype", "path", "largest difference", "limit", "drafts change nothing", "right"]
     if args.on_cpu:
-        rows = compare(jax.devices("cpu")[0])
-        print(table(head, rows))
-        raise SystemExit(any(row[-1] != "yes" for row in rows))
+        text, right = against_cpu(jax.devices("cpu")[0])
+        print(text)
+        raise SystemExit(not right)
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         raise SystemExit(
             f"there is no GPU here: JAX's first device is {device}. Nothing was run. "
             "`./run test --gpu` compiles the programs for GPUs without one."
         )
-    passed, tests = run_tests()
-    rows = compare(device)
-    right = passed and all(row[-1] == "yes" for row in rows)
-    parts = [
-        f"Device: **{device.device_kind}**, {native_dtype(device).name}. "
-        f"{'Everything is right.' if right else '**Something is not right.**'}",
-        f"## Tests\n\n```\n{tests}\n```",
-        f"## Against float32 on the CPU\n\n{table(head, rows)}",
-        f"## Memory\n\n{table(['planned bytes', 'peak bytes'], memory(device))}",
-        f"## Costs\n\nCopying: {copy_rate() / 1e12:.2f} TB/s read and written. "
-        f"One launch in a chain: {launch_seconds() * 1e6:.2f} us.",
-        "## Speed\n\n" + "\n".join(speed(device)),
-    ]
     name = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
-    write_result(__file__, f"jaxdraft on {device.device_kind}", "\n\n".join(parts), f"gpu_{name}")
-    raise SystemExit(not right)
+    title = f"jaxdraft on {device.device_kind}"
+
+    def write(body: str) -> None:
+        write_result(__file__, title, body, f"gpu_{name}")
+
+    words = f"**{device.device_kind}**, {native_dtype(device).name}"
+    raise SystemExit(not run_parts(parts_of(device), write, words))
 
 
 if __name__ == "__main__":

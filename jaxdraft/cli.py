@@ -92,6 +92,13 @@ BlockedOption = Annotated[
         "few drafts on CPUs.",
     ),
 ]
+KernelsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="xla, or pallas for kernels that no GPU has run yet; default: JAXDRAFT_KERNELS, or "
+        "else xla."
+    ),
+]
 
 
 @app.callback()
@@ -214,6 +221,7 @@ def generate_command(
     ] = None,
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
+    kernels: KernelsOption = None,
     chat: Annotated[bool, typer.Option(help="Apply the chat template to the prompt.")] = False,
     dtype: DTypeOption = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
@@ -231,7 +239,8 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter, blocked=blocked, revision=revision)
+        how = dict(blocked=blocked, kernels=kernels)
+        model, drafter = _load(folder, dtype, drafter, revision=revision, **how)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -320,13 +329,15 @@ def bench(
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     blocked: BlockedOption = False,
+    kernels: KernelsOption = None,
     dtype: DTypeOption = None,
     revision: RevisionOption = None,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
     with _friendly():
-        model, drafter = _load(folder, dtype, drafter, blocked=blocked, revision=revision)
+        how = dict(blocked=blocked, kernels=kernels)
+        model, drafter = _load(folder, dtype, drafter, revision=revision, **how)
         prompts = _bench_prompts(folder, model, prompt)
         rows = compare(
             model,
@@ -438,10 +449,17 @@ def _load(
     dtype: str | None,
     drafter: str = "auto",
     *,
-    blocked: bool = False,
     revision: str | None = None,
+    **how: Any,
 ) -> tuple[Model, str]:
     """Load a model with a progress bar, and the named drafter if a checkpoint has several.
+
+    Args:
+      folder: as for :func:`jaxdraft.load`.
+      dtype: as there.
+      drafter: the command's option.
+      revision: as for :func:`jaxdraft.load`.
+      how: its further options.
 
     Returns:
       The model, and the drafter's name for :func:`jaxdraft.generate`.
@@ -462,7 +480,7 @@ def _load(
                 task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
             )
 
-        model = load(home, dtype=dtype, progress=progress, drafter=chosen, blocked=blocked)
+        model = load(home, dtype=dtype, progress=progress, drafter=chosen, **how)
         return model, before + plus + (model.info.drafter if own else last)
 
 

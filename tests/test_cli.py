@@ -66,6 +66,13 @@ def test_generate_takes_two_drafters_fewer_drafts_and_blocks() -> None:
     assert result.exit_code == 0 and re.search(r"ngram\+dspark .*x", result.stdout), result.output
 
 
+@pytest.mark.parametrize("command", [("generate", str(EMBEDDED), "--prompt", "x"), ("bench",)])
+def test_kernels_are_chosen_by_an_option(command: tuple[str, ...]) -> None:
+    result = runner.invoke(app, [*command, "--kernels", "triton"])
+    assert result.exit_code == 2
+    assert "kernels is 'triton'; expected one of xla, pallas" in result.output.replace("\n", " ")
+
+
 def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
     command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "12"]
     command += ["-t", "0.8", "--top-p", "0.9", "--stop", "return"]

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -266,3 +267,51 @@ def test_the_table_is_made_at_a_tiny_geometry(
     (dflash2,) = {line for line in printed.splitlines() if line.startswith("| 12 | dflash2 | 7 |")}
     # 15 tokens after the first: a round of seven drafts and another one of six.
     assert "| 7.50 |" in dflash2
+
+
+# --------------------------------------------------------------------------- a GPU
+
+
+@pytest.fixture(scope="module")
+def gpu_run(_importable: None) -> Any:
+    return importlib.import_module("gpu_run")
+
+
+def test_a_part_that_fails_on_a_gpu_costs_no_other(gpu_run: Any) -> None:
+    def broken() -> tuple[str, bool]:
+        raise RuntimeError("out of memory")
+
+    written: list[str] = []
+    parts = {
+        "One": lambda: ("first", True),
+        "Two": broken,
+        "Three": lambda: ("third", False),
+        "Four": lambda: ("fourth", True),
+    }
+    assert not gpu_run.run_parts(parts, written.append, "a card")
+    heads = [text.splitlines()[0] for text in written]
+    assert heads[0] == "Device: a card. Everything is right. Not yet run: Two, Three, Four."
+    assert heads[3] == "Device: a card. **Not right: Two, Three.**"
+    for text in ("## One\n\nfirst", "RuntimeError: out of memory", "## Four\n\nfourth"):
+        assert text in written[3]
+
+
+def test_all_parts_of_a_result_are_right(gpu_run: Any) -> None:
+    written: list[str] = []
+    assert gpu_run.run_parts({"One": lambda: ("first", True)}, written.append, "a card")
+    assert written == ["Device: a card. Everything is right.\n\n## One\n\nfirst"]
+
+
+def test_what_fails_in_a_process_of_its_own_is_reported(
+    gpu_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "tests/a.py ..\nFAILED tests/a.py::b - no\nERROR tests/c.py\n1 failed, 1 error"
+    done = SimpleNamespace(returncode=1, stdout=lines, stderr="")
+    monkeypatch.setattr(gpu_run.subprocess, "run", lambda *args, **options: done)
+    text, right = gpu_run.run_tests()
+    assert not right
+    assert text.splitlines()[1:-1] == lines.splitlines()[1:]
+    small = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**34})
+    done.stderr = "no kernel image"
+    text, right = gpu_run.speed(small)
+    assert not right and "failed: no kernel image" in text and "needs 70 GiB" in text
