@@ -100,6 +100,17 @@ def test_passes_that_the_compiler_knows_wait_for_nobody() -> None:
     assert counts.launches == 3 * 2 + 1
 
 
+def test_a_pass_of_a_loop_has_its_condition() -> None:
+    counts = program(range(2)).count(
+        lambda source: pytest.fail("a pass is one"), "nn/attention.py absorb"
+    )
+    assert (counts.graphs, counts.waits, counts.launches) == (1, 1, 2 + 1)
+    known = 'backend_config={"known_trip_count":{"n":"3"}}, metadata={stack_frame_id=1}'
+    one = program(range(2), HLO.replace("metadata={stack_frame_id=1}", known))
+    counts = one.count(lambda source: 0, "nn/attention.py absorb")
+    assert (counts.graphs, counts.waits, counts.launches) == (1, 0, 2)
+
+
 def test_bytes_of_slices_are_those_that_are_touched() -> None:
     module = gpu_hlo.Module(HLO)
     assert module.moved(module["taken"]) == (4 * 500 + 4, 4 * 500)
