@@ -22,7 +22,7 @@ from jaxdraft.base import (
 from jaxdraft.budget import DrafterCost, Mirrored
 from jaxdraft.checks import check_int
 from jaxdraft.config import Eagle3Config, MtpConfig
-from jaxdraft.draft.links import Links, no_links, run_chain, with_draft
+from jaxdraft.draft.links import Links, check_confidence, no_links, run_chain, with_draft
 from jaxdraft.guard import needed
 from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.sizes import check_slots
@@ -55,8 +55,12 @@ class ChainDrafter(DrafterDefaults):
     config: Any  # MtpConfig or Eagle3Config
     dtype: jnp.dtype
     draft_tokens: int
+    confidence: float | jax.Array | None
 
     first_link = 0
+
+    def __post_init__(self) -> None:
+        check_confidence(self.confidence)
 
     def layer(self) -> ChainLayer:
         """Return the module."""
@@ -95,6 +99,23 @@ class ChainDrafter(DrafterDefaults):
     def with_draft_tokens(self, draft_tokens: int) -> Drafter:
         """Return the same head with another K; one layer can be chained any number of times."""
         return replace(cast(Any, self), draft_tokens=draft_tokens)
+
+    def with_confidence(self, confidence: float | None) -> Drafter:
+        """Return the same head, proposing drafts up to the first that is too unlikely.
+
+        Args:
+          confidence: the least product of the largest probabilities of all passes so far, in 0..1;
+            None: no cut.
+
+        Raises:
+          ValueError: the number is outside of 0..1.
+        """
+        return replace(cast(Any, self), confidence=confidence)
+
+    @property
+    def declines(self) -> bool:
+        """True if drafts are cut by confidence, down to none."""
+        return self.confidence is not None
 
     def init(self, batch: int, capacity: int) -> ChainState:
         """Return an empty state: one page per row for ``capacity`` positions, as in the target."""
@@ -244,7 +265,15 @@ class ChainDrafter(DrafterDefaults):
     ) -> Links:
         """Start from the pending row and the anchor."""
         del limit
-        return no_links(state.pool, state.pending, anchor, draw, self.draft_tokens, self.draftable)
+        return no_links(
+            state.pool,
+            state.pending,
+            anchor,
+            draw,
+            self.draft_tokens,
+            self.draftable,
+            self.confidence,
+        )
 
     def link(
         self,

@@ -72,7 +72,8 @@ class ConfidentDrafter(Wrapper):
         if proposal.lattice is None:
             kind = type(self.inner).__name__
             raise ValueError(
-                f"inner is a {kind}, whose proposals have no lattice; expected a block drafter"
+                f"inner is a {kind}, whose proposals have no lattice; expected a block drafter "
+                "(of a chain, with_confidence gives one that is cut by its own probabilities)"
             )
         length = self.width(proposal.lattice, proposal.length)
         pauses = (proposal.length > 0) & (length == 0)

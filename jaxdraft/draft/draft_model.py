@@ -21,7 +21,14 @@ from jaxdraft.base import (
 )
 from jaxdraft.budget import Beside, DrafterCost, Sliding, recurrent_bytes
 from jaxdraft.config import TargetConfig
-from jaxdraft.draft.links import DRAFT_TOKENS, Links, no_links, run_chain, with_draft
+from jaxdraft.draft.links import (
+    DRAFT_TOKENS,
+    Links,
+    check_confidence,
+    no_links,
+    run_chain,
+    with_draft,
+)
 from jaxdraft.guard import needed
 from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import recurrent
@@ -74,15 +81,19 @@ class DraftModel(DrafterDefaults):
       model: the language model.
       draftable: number of tokens that can be drafts: those below it.
       draft_tokens: K.
+      confidence: the least probability of a draft to be proposed, as in :meth:`with_confidence`;
+        None: all drafts are.
     """
 
     model: DecoderTarget
     draftable: int = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
+    confidence: float | jax.Array | None = None
 
     first_link = 1
 
     def __post_init__(self) -> None:
+        check_confidence(self.confidence)
         if isinstance(self.draft_tokens, int) and not 1 <= self.draft_tokens <= PREFILL_CHUNK:
             raise ValueError(
                 f"draft_tokens is {self.draft_tokens}; a draft model has 1 to {PREFILL_CHUNK}"
@@ -101,6 +112,23 @@ class DraftModel(DrafterDefaults):
     def with_draft_tokens(self, draft_tokens: int) -> DraftModel:
         """Return the same model with another K."""
         return replace(self, draft_tokens=draft_tokens)
+
+    def with_confidence(self, confidence: float | None) -> DraftModel:
+        """Return the same model, proposing drafts up to the first that is too unlikely.
+
+        Args:
+          confidence: the least product of the largest probabilities of all passes so far, in 0..1;
+            None: no cut.
+
+        Raises:
+          ValueError: the number is outside of 0..1.
+        """
+        return replace(self, confidence=confidence)
+
+    @property
+    def declines(self) -> bool:
+        """True if drafts are cut by confidence, down to none."""
+        return self.confidence is not None
 
     def init(self, batch: int, capacity: int) -> DraftModelState:
         """Return an empty state of ``batch`` rows with room for ``capacity`` positions each."""
@@ -253,7 +281,8 @@ class DraftModel(DrafterDefaults):
         drafts = limit > 0
         model = replace(state.model, capsules=())
         steps = _Steps(model, model.length, model.recurrent, state.model.capsules)
-        links = no_links(steps, None, anchor, draw, self.draft_tokens, self.draftable)
+        sizes = self.draft_tokens, self.draftable
+        links = no_links(steps, None, anchor, draw, *sizes, self.confidence)
         waits = state.waits.astype(jnp.int32)
         pair = jnp.stack([jnp.where(state.waits, state.pending, anchor), anchor], axis=1)
 

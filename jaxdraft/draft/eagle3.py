@@ -29,6 +29,7 @@ class Eagle3Drafter(ChainDrafter):
     config: Eagle3Config = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
+    confidence: float | jax.Array | None = None
 
     @classmethod
     def of(

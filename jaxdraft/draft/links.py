@@ -32,6 +32,7 @@ class Links:
     tokens: jax.Array  # [B, K] int32, the drafts so far
     finite: jax.Array  # [B] bool: all scores so far were finite
     support: Support | None
+    trust: jax.Array | None  # [B, K] float32, largest probability of each pass; 1 before it
 
 
 class Linked(Protocol):
@@ -40,6 +41,11 @@ class Linked(Protocol):
     @property
     def draft_tokens(self) -> int:
         """K."""
+        ...
+
+    @property
+    def confidence(self) -> float | jax.Array | None:
+        """The least probability of a draft to be proposed; None: all drafts are."""
         ...
 
     def cover(self, state: Any, positions: jax.Array, /) -> Any:
@@ -99,10 +105,30 @@ def run_chain(
     links = chain(drafter, state, feed.anchor, limit, feed.draw)
     failed = (limit > 0) & ~links.finite
     reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
-    length = jnp.where(links.finite, limit, 0)
+    length, passes = jnp.where(links.finite, limit, 0), limit
+    if links.trust is not None:
+        trusted = jnp.sum(_trusted(drafter, links), axis=1, dtype=jnp.int32)
+        passes = jnp.minimum(limit, trusted + 1)
+        pauses = (length > 0) & (trusted == 0)
+        reason = jnp.where(pauses, NoDraft.PAUSED, reason).astype(jnp.int32)
+        length = jnp.minimum(length, trusted)
     kept = jnp.arange(drafter.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
     proposal = Proposal(jnp.where(kept, links.tokens, NO_TOKEN), length, support=links.support)
-    return Chained(state, links, limit, proposal, DraftInfo(reason, jnp.max(limit, initial=0)))
+    return Chained(state, links, limit, proposal, DraftInfo(reason, jnp.max(passes, initial=0)))
+
+
+def _trusted(drafter: Linked, links: Links) -> jax.Array:
+    """Return which drafts come before the first that is too unlikely, [B, K].
+
+    A draft's probability is the product of the largest probabilities up to its pass. They are those
+    of the distributions that drafts are drawn from, before the draw. So whether a draft is verified
+    depends on the drafts before it alone, and sampling stays exact.
+
+    Example, confidence 0.5: largest probabilities .9 .8 .6 have the products .9 .72 .43, and two
+    drafts are proposed.
+    """
+    assert links.trust is not None and drafter.confidence is not None
+    return jnp.cumprod(links.trust, axis=1) >= jnp.asarray(drafter.confidence, jnp.float32)
 
 
 @jax.custom_jvp
@@ -123,7 +149,11 @@ def chain(
     """
 
     def link(number: jax.Array, links: Links) -> Links:
-        return drafter.link(state, limit, draw, number, links)
+        step = functools.partial(drafter.link, state, limit, draw, number)
+        if links.trust is None:
+            return step(links)
+        goes = _trusted(drafter, links)[:, -1] & (number < limit)  # passes to come count as 1
+        return lax.cond(jnp.any(goes), step, lambda links: links, links)
 
     def until_done(links: Links) -> Links:
         return lax.fori_loop(drafter.first_link, jnp.max(limit, initial=0), link, links)
@@ -167,6 +197,7 @@ def no_links(
     draw: Draw | None,
     draft_tokens: int,
     draftable: int,
+    confidence: float | jax.Array | None,
 ) -> Links:
     """Return a chain without drafts.
 
@@ -177,6 +208,7 @@ def no_links(
       draw: how drafts are drawn; None: the best token.
       draft_tokens: K.
       draftable: tokens that a draft can be.
+      confidence: see :class:`Linked`.
     """
     shape = (anchor.shape[0], draft_tokens)
     support = None
@@ -190,6 +222,7 @@ def no_links(
         tokens=jnp.full(shape, NO_TOKEN, jnp.int32),
         finite=jnp.ones(shape[:1], bool),
         support=support,
+        trust=None if confidence is None else jnp.ones(shape, jnp.float32),
     )
 
 
@@ -226,10 +259,25 @@ def with_draft(
         support = Support(
             support.tokens.at[:, number].set(ids(among)), support.probs.at[:, number].set(probs)
         )
+    trust = links.trust
+    if trust is not None:
+        largest = jnp.exp(top - jax.nn.logsumexp(logits, axis=-1))
+        trust = trust.at[:, number].set(jnp.where(jnp.isfinite(largest), largest, 0.0))
     return replace(
         links,
         token=token,
         tokens=links.tokens.at[:, number].set(token),
         finite=links.finite & (jnp.isfinite(top) | ~drafts),
         support=support,
+        trust=trust,
     )
+
+
+def check_confidence(confidence: Any) -> None:
+    """Check the least probability of a draft to be proposed. Arrays are not checked.
+
+    Raises:
+      ValueError: it is outside of 0..1.
+    """
+    if isinstance(confidence, int | float) and not 0 <= confidence <= 1:
+        raise ValueError(f"confidence is {confidence}; expected in 0..1")

@@ -29,6 +29,7 @@ class MtpDrafter(ChainDrafter):
     config: MtpConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
     draft_tokens: int = struct.field(pytree_node=False, default=DRAFT_TOKENS)
+    confidence: float | jax.Array | None = None
 
     @property
     def draftable(self) -> int:

@@ -129,6 +129,31 @@ def test_any_split_of_the_text_and_any_outcome() -> None:
             assert proposal[b, : limits[b]].tolist() == expected, (turn, b)
 
 
+def test_a_chain_ends_where_it_is_unsure() -> None:
+    """Drafts while the product of their probabilities is large; fewer passes, and no draft."""
+    tokens = np.asarray(jax.random.randint(jax.random.key(3), (ROWS, K + 1), 0, VOCAB))
+    products = np.ones((ROWS, K))
+    for b, row in enumerate(tokens):
+        text = [*row.tolist(), 7]
+        for k, draft in enumerate(drafts_of(small(), text, K)):
+            ids = jnp.pad(jnp.asarray([text]), ((0, 0), (0, 32 - len(text))))
+            out = _logits(small(), ids, jnp.asarray([len(text)], jnp.int32))[0, len(text) - 1]
+            products[b, k:] *= float(jax.nn.softmax(out).max())
+            text.append(draft)
+    least = float(np.sqrt(products[:, 1].max() * products[:, 1].min()))
+    wanted = (products >= least).sum(axis=1)
+    assert len(set(wanted)) > 1
+    drafter = DraftModel(small(), VOCAB, K).with_confidence(least)
+    state = drafter.init(ROWS, 32)
+    _, proposal, info = step(drafter, state, feed(tokens, K + 1, 0))
+    assert proposal.length.tolist() == wanted.tolist()
+    assert int(info.forwards) == min(max(wanted) + 1, K)
+    _, proposal, info = step(replace(drafter, confidence=0.999), state, feed(tokens, K + 1, 0))
+    assert info.reason.tolist() == [NoDraft.PAUSED] * ROWS and int(info.forwards) == 1
+    with pytest.raises(ValueError, match="confidence is 2; expected in 0..1"):
+        drafter.with_confidence(2)
+
+
 def test_holes_and_new_texts() -> None:
     drafter = DraftModel(small(), VOCAB, K)
     tokens = np.asarray(jax.random.randint(jax.random.key(0), (ROWS, K + 1), 0, VOCAB))

@@ -157,7 +157,8 @@ def eagle3() -> Eagle3Drafter:
     module = Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(4))
     module.vocabulary.set_value(jnp.asarray([0, 2, 3, 5], jnp.int32))
     none = jnp.zeros((VOCAB, VOCAB))
-    return Eagle3Drafter.of(Frozen.of(module), none, none, config, jnp.dtype(jnp.float32))
+    made = Eagle3Drafter.of(Frozen.of(module), none, none, config, jnp.dtype(jnp.float32))
+    return replace(made, confidence=0.4)  # most chains end early, some at once
 
 
 @pytest.mark.parametrize("make", [draft_model, eagle3])
