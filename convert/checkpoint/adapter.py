@@ -60,6 +60,9 @@ _HARMLESS = {
 }
 """Settings without effect: the tensors show which modules are adapted, and the rest is training."""
 
+_VARIANTS = ("kasa_config", "monteclora_config")
+"""Settings of variants with other sums."""
+
 _RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the matrices of the base, so that the adapter is for another base."""
 
@@ -252,7 +255,7 @@ def _scales(section: Section) -> _Scale:
         section.only(key, False)
     for key in ("trainable_token_indices", "target_parameters", "alora_invocation_tokens"):
         section.only(key, [], {})
-    for key in ("arrow_config", "layer_replication", "velora_config"):
+    for key in ("arrow_config", "layer_replication", "velora_config", *_VARIANTS):
         section.only(key)
     section.only("bias", "none")
     start = section.body.get("init_lora_weights")

@@ -61,6 +61,26 @@ def numbers(model: Any, prompt: str, ids: np.ndarray, tokens: int) -> dict[str, 
     }
 
 
+def again(model: Any, before: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of all prompts of the committed ones."""
+    after: dict[str, np.ndarray] = {}
+    for key in [key for key in before if key.endswith("_ids")]:
+        prompt = key.removesuffix("_ids")
+        after |= numbers(model, prompt, before[key], len(before[f"{prompt}_greedy"]))
+    return after
+
+
+def compare(
+    name: str, before: dict[str, np.ndarray], after: dict[str, np.ndarray], *, write: bool
+) -> None:
+    """Print how the arrays of a folder differ from the committed ones, and replace these."""
+    moved = max(np.abs(after[k] - before[k]).max() for k in after if k.endswith("_logits"))
+    tokens = all(np.array_equal(after[k], before[k]) for k in after if k.endswith("_greedy"))
+    print(f"{name}: logits differ by {moved:.1e}, tokens {'equal' if tokens else 'DIFFER'}")
+    if write:
+        np.savez_compressed(DATA / name / "golden.npz", allow_pickle=False, **before | after)
+
+
 def main() -> None:
     """Compare, and write if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -68,17 +88,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     for name in options.folders:
-        path = DATA / name / "golden.npz"
-        before, model = dict(np.load(path)), reference(DATA / name)
-        after: dict[str, np.ndarray] = {}
-        for key in [key for key in before if key.endswith("_ids")]:
-            prompt = key.removesuffix("_ids")
-            after |= numbers(model, prompt, before[key], len(before[f"{prompt}_greedy"]))
-        moved = max(np.abs(after[k] - before[k]).max() for k in after if k.endswith("_logits"))
-        tokens = all(np.array_equal(after[k], before[k]) for k in after if k.endswith("_greedy"))
-        print(f"{name}: logits differ by {moved:.1e}, tokens {'equal' if tokens else 'DIFFER'}")
-        if options.write:
-            np.savez_compressed(path, allow_pickle=False, **before | after)
+        before = dict(np.load(DATA / name / "golden.npz"))
+        after = again(reference(DATA / name), before)
+        compare(name, before, after, write=options.write)
 
 
 if __name__ == "__main__":
