@@ -235,8 +235,8 @@ def _product_by_blocks(
     """Compute the product some outputs at a time, if the matrix has many numbers.
 
     So no float matrix is written to memory and read again: on one CPU, 12288 x 2048 numbers of four
-    bits then take about the time of the dense product, and in one piece 14 times that
-    (``experiments/packed.md``).
+    bits then take no more time than the dense product, and in one piece ten times that
+    (``experiments/packed_products.md``).
 
     Example, 10 outputs, 4 at a time: a loop over outputs 0-3 and 4-7, then 8 and 9.
     """
