@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdraft import Engine, Model, generate, with_kernels
-from jaxdraft.config import AttentionConfig, MlpConfig, TargetConfig
+from jaxdraft.config import AttentionConfig, MlpConfig, MoeConfig, TargetConfig
 from jaxdraft.rope import Rope
 from jaxdraft.target import DecoderTarget
 from jaxdraft.testing import (
@@ -145,6 +145,22 @@ def test_the_scale_of_embeddings_is_rounded_as_they_are() -> None:
 
 
 @st.composite
+def experts(draw: st.DrawFn) -> MoeConfig:
+    """Experts of all sorts."""
+    flag, count = st.booleans(), draw(st.integers(1, 6))
+    return MoeConfig(
+        experts=count,
+        active=draw(st.integers(1, count)),
+        hidden=8,
+        shared_hidden=draw(st.sampled_from((0, 16))),
+        renormalized=draw(flag),
+        router_bias=draw(flag),
+        bias=draw(flag),
+        limit=draw(st.sampled_from((0.0, 1.0))),
+    )
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> TargetConfig:
     """Properties in any combination, those of no model, too."""
     flag, kv_heads = st.booleans(), draw(st.sampled_from((1, 2, 4)))
@@ -168,15 +184,19 @@ def configs(draw: st.DrawFn) -> TargetConfig:
         draw(st.lists(st.sampled_from(("attention", "sliding")), min_size=1, max_size=3))
     )
     own = draw(flag) and len(set(layers)) == 2
+    routed = draw(flag)
+    dense = MlpConfig(
+        hidden=24, activation=draw(st.sampled_from(("silu", "gelu_tanh"))), bias=draw(flag)
+    )
     window, other = draw(st.integers(1, 9)), draw(st.sampled_from((4, 8)))
     sliding = replace(attention, window=window, rotary_dim=other if own else attention.rotary_dim)
     return windowed_target_config(
         layers=layers,
         attention=attention,
         sliding=sliding,
-        mlp=MlpConfig(
-            hidden=24, activation=draw(st.sampled_from(("silu", "gelu_tanh"))), bias=draw(flag)
-        ),
+        mlp=draw(experts()) if routed else dense,
+        dense=dense,
+        dense_layers=(0,) if routed and draw(flag) else (),
         tied=draw(flag),
         norms=draw(st.sampled_from(("pre", "post", "both"))),
         embedding_scale=draw(st.sampled_from((1.0, 3.0))),
