@@ -11,6 +11,7 @@ checkpoint in float32, which ``regenerate.py`` computes with. Needs the ``full``
 | GPTQ | ``(q - (z + 1)) * scale[g_idx]``; values packed along the inputs |
 | pack-quantized | ``(q - z) * scale``; values packed along the inputs, zero points along the outputs |
 | fp8 | ``q * scale_inv[row // 128, column // 128]`` |
+| MXFP4 | ``E2M1[q] * 2 ** (scale - 127)``, of experts; the result is transposed |
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ import regenerate
 import torch
 from safetensors.torch import load_file, save_file
 
-FOLDERS = ("llama_w4a16_asym", "qwen25_awq", "qwen25_gptq_act_order", "qwen3_fp8_ragged")
+FOLDERS = (
+    "gpt_oss_mxfp4",
+    "llama_w4a16_asym",
+    "qwen25_awq",
+    "qwen25_gptq_act_order",
+    "qwen3_fp8_ragged",
+)
 
 Array = np.ndarray
 
@@ -75,10 +82,39 @@ def fp8(part: dict[str, Array], group: int) -> Array:
     return part["weight"] * part["weight_scale_inv"][rows][:, columns]
 
 
+E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Sizes of the numbers of four bits, whose highest is the sign."""
+
+
+def mxfp4(blocks: Array, scales: Array) -> Array:
+    """Return the matrices of experts, [E, in, out]."""
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1)  # the low half first
+    values = np.concatenate([E2M1, -E2M1])[halves]  # [E, out, in / 32, 16, 2]
+    grouped = (
+        values.reshape(*scales.shape, 32) * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    )
+    return grouped.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def dequantized_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a target with experts in MXFP4, in float32."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("_blocks")
+        if stem != name:
+            wide = mxfp4(tensor.numpy(), tensors[f"{stem}_scales"].numpy())
+            found[stem] = torch.tensor(wide).contiguous()
+        elif not name.endswith("_proj_scales"):
+            found[name] = tensor.float()
+    return found
+
+
 def dequantized(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the settings and the tensors of a folder without quantization, in float32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = config.pop("quantization_config")
+    if settings["quant_method"] == "mxfp4":
+        return config, dequantized_experts(load_file(folder / "model.safetensors"))
     formula = {"awq": awq, "gptq": gptq, "fp8": fp8}.get(settings["quant_method"], packed)
     group = settings.get("group_size", 128)
     if "config_groups" in settings:
