@@ -193,7 +193,8 @@ def _weights(home: str, inside: Names, read_index: ReadIndex) -> set[str]:
     for single in (SINGLE, _ADAPTER):
         if single in inside:
             return {single}
-    raise HubError(f"there is no {home}{SINGLE} and no {home}{INDEX}: {_formats(inside)}")
+    wanted = f"{home}{SINGLE} and no {home}{INDEX}" if CONFIG in inside else _ADAPTER
+    raise HubError(f"there is no {wanted}: {_formats(inside)}")
 
 
 def _formats(names: Names) -> str:

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdraft.budget import Costs, DrafterCost, divide
+from jaxdraft.budget import Costs, divide
 from jaxdraft.checks import parse_memory
 from jaxdraft.config import TargetConfig
-from jaxdraft.kinds import drafter_cost
 from jaxdraft.load import inspect
-from jaxdraft.plan import PAGE_SIZE, target_costs
+from jaxdraft.plan import PAGE_SIZE, part_cost, target_costs
 
 FORMS = ("float32", "bfloat16", "int8", "int4")
 """Forms of weights that are compared; float16 takes what bfloat16 takes."""
@@ -114,10 +113,7 @@ def overview(
     fits = []
     for form in FORMS:
         dtype = "float32" if form == "float32" else "bfloat16"
-        cost: DrafterCost | None = None
-        if own is not None:
-            assert own.config is not None and not isinstance(own.config, TargetConfig)
-            cost = drafter_cost(own.config, dtype)
+        cost = None if own is None else part_cost(own.config, dtype)
         weights = sum(_bytes(part.counts, form) for part in parts if part.counts is not None)
         costs = target_costs(target.config, dtype, weights=weights, drafter=cost)
         fits.append(_fit(form, costs, memories, report.context_length))

@@ -13,9 +13,7 @@ import jax
 from jaxdraft.base import Drafter, Target, full_drafter
 from jaxdraft.budget import Costs, DrafterCost, Fixed, Plan, Sliding, divide, recurrent_bytes
 from jaxdraft.checks import check_int, format_bytes, parse_memory
-from jaxdraft.config import (
-    TargetConfig,
-)
+from jaxdraft.config import DrafterConfig, TargetConfig
 from jaxdraft.draft import draft_model
 from jaxdraft.draft.links import DRAFT_TOKENS
 from jaxdraft.kinds import drafter_cost
@@ -202,6 +200,20 @@ def _state_bytes(part: Target | Drafter, batch: int, capacity: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
+def part_cost(config: TargetConfig | DrafterConfig | None, dtype: Any) -> DrafterCost:
+    """Return the memory costs of the drafter in a report, which may be a language model.
+
+    Args:
+      config: description of the drafter; None is not expected, since a report without problems has
+        one.
+      dtype: type of its activations, keys and values.
+    """
+    assert config is not None
+    if isinstance(config, TargetConfig):
+        return draft_model.cost(config, dtype, DRAFT_TOKENS)
+    return drafter_cost(config, dtype)
+
+
 def _folder_costs(
     folder: str | Path, named: str | Path | None, revision: str | None
 ) -> tuple[Costs, dict[str, Any]]:
@@ -214,11 +226,7 @@ def _folder_costs(
     weights, cost = target.weight_bytes, None
     if drafter is not None:
         weights += drafter.weight_bytes
-        assert drafter.config is not None
-        if isinstance(drafter.config, TargetConfig):
-            cost = draft_model.cost(drafter.config, drafter.dtype, DRAFT_TOKENS)
-        else:
-            cost = drafter_cost(drafter.config, drafter.dtype)
+        cost = part_cost(drafter.config, drafter.dtype)
     costs = target_costs(target.config, target.dtype, weights=weights, drafter=cost)
     defaults = {
         "max_batch": report.max_batch,
@@ -233,6 +241,7 @@ __all__ = [
     "check_batch",
     "drafter_cost",
     "model_costs",
+    "part_cost",
     "plan",
     "target_costs",
     "weight_bytes",

@@ -110,6 +110,15 @@ def test_counts_and_bytes_by_hand(tmp_path: Path) -> None:
     assert small[1].rows["600KB"] == 0 and small[1].tokens["600KB"] == 256  # one page
 
 
+def test_a_language_model_that_drafts_is_counted(whole: Path, tmp_path: Path) -> None:
+    small = outline(whole, tmp_path / "small", INDEX)
+    alone, found = jaxdraft.overview(whole), jaxdraft.overview(whole, drafter=str(whole))
+    assert found.drafter == "draft_model" and found.drafter_parameters == alone.parameters
+    for fit, one in zip(found.fits, alone.fits, strict=True):
+        assert fit.weights == 2 * one.weights and fit.cache == 2 * one.cache
+    assert jaxdraft.overview(small, drafter=small) == found
+
+
 def test_the_shell(whole: Path, tmp_path: Path) -> None:
     folder = outline(whole, tmp_path / "outline")
     runner = CliRunner()

@@ -22,6 +22,7 @@ import pytest
 import jaxdraft
 from convert import hub
 from convert.hub import HubError, HubName
+from jaxdraft.kinds import folders
 from tests.paths import FIRST_FAMILY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -123,6 +124,8 @@ def test_only_what_loading_reads_is_taken() -> None:
     assert set(few) == {name for name in wanted if not name.endswith(".safetensors")}
     apart = {"target/config.json", "target/model.safetensors", "dspark/config.json"}
     apart |= {"dspark/model.safetensors", "prompts.json"}
+    apart |= {f"{kind}/config.json" for kind in (*folders(), "draft_model")}
+    apart |= {f"{kind}/model.safetensors" for kind in (*folders(), "draft_model")}
     assert set(hub.needed(apart, lambda index: ())) == apart - {"prompts.json"}
     artifact = {"genai_config.json", "model.onnx", "model.onnx.data", "tokenizer.json"}
     assert set(hub.needed(artifact | others, lambda index: ())) == artifact | {
@@ -176,6 +179,15 @@ def test_a_drafter_and_folders_in_a_repository(cache: Path) -> None:
     put(cache, "me/drafter", {path.name: path for path in drafter.iterdir()}, ref="v2")
     model = jaxdraft.load("me/tiny", drafter="me/drafter@v2")
     assert model.info.drafter == "dflash2" and model.text is not None
+
+
+def test_a_draft_model_and_an_adapter_are_repositories(cache: Path) -> None:
+    put(cache, "me/tiny", family())
+    model = jaxdraft.load("me/tiny", drafter="me/tiny@main")
+    assert model.info.drafter == "draft_model"
+    put(cache, "me/lora", {"adapter_config.json": TARGET / "config.json"})
+    with pytest.raises(HubError, match="no adapter_model.safetensors"):
+        jaxdraft.load("me/tiny", adapter="me/lora")
 
 
 def test_something_local_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
