@@ -7,12 +7,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from convert.checkpoint.folders import SHIPPED
 from convert.json_reader import read_json
 from convert.paths import CONFIG, GENAI_CONFIG, is_checkpoint, is_gguf
 from jaxdraft.checkpoint.files import INDEX, SINGLE
 from jaxdraft.checkpoint.layout import MTP, TARGET
 from jaxdraft.config import DRAFT_MODEL
+from jaxdraft.data import SHIPPED
 from jaxdraft.kinds import KINDS
 
 

@@ -48,7 +48,7 @@ from jaxdraft.checkpoint.layout import (
     target_layout,
 )
 from jaxdraft.config import DRAFT_MODEL, BlockDrafterConfig, DrafterKind, Eagle3Config
-from jaxdraft.data import SMOLLM2_DRAFTER
+from jaxdraft.data import SHIPPED
 from jaxdraft.kinds import KINDS, block_of, folders
 
 GENERATION = "generation_config.json"
@@ -61,9 +61,6 @@ _HEADS: Mapping[DrafterKind, str | None] = {
 
 _HEAD_NAMES = {HEAD, packed_of(HEAD), "lm_head.qweight"}
 """Tensors of which one is there if a target has a head of its own."""
-
-SHIPPED = {"smollm2": SMOLLM2_DRAFTER}
-"""Drafters that ship with the package, for targets that do not."""
 
 Array = np.ndarray
 

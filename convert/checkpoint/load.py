@@ -41,7 +41,7 @@ def load_checkpoint(
         ``dflash2`` and ``dspark`` beside or inside it; a multi-token-prediction head lies in the
         target's own files.
       drafter: "dflash2", "dspark", "mtp" or "none"; the folder of a block drafter; or the name of
-        one in :data:`~convert.checkpoint.folders.SHIPPED`. Default: the first kind that is there.
+        one in :data:`~jaxdraft.data.SHIPPED`. Default: the first kind that is there.
       dtype: float dtype of weights and activations. Default: as in ``config.json``, else the
         stored one, for the target and for the drafter on its own.
       context_length: maximum length of a sequence; see :func:`jaxdraft.load`.

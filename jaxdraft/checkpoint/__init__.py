@@ -9,7 +9,19 @@ reads too, to the same numbers.
 directions; :mod:`~jaxdraft.checkpoint.rotary` makes the rotary tables, which no checkpoint stores.
 """
 
-from jaxdraft.checkpoint.write import Saved, save
+from typing import TYPE_CHECKING, Any
+
 from jaxdraft.rope import Rope
 
+if TYPE_CHECKING:
+    from jaxdraft.checkpoint.write import Saved, save
+
 __all__ = ["Rope", "Saved", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Saved", "save"):  # readers of checkpoints need only the tables of this package
+        from jaxdraft.checkpoint import write
+
+        return getattr(write, name)
+    raise AttributeError(f"module 'jaxdraft.checkpoint' has no attribute {name!r}")

@@ -7,3 +7,6 @@ EMBEDDED = Path(__file__).parent / "family"
 
 SMOLLM2_DRAFTER = Path(__file__).parent / "smollm2"
 """A trained DFlash2 drafter for SmolLM2-135M-Instruct; the target does not come with it."""
+
+SHIPPED = {"smollm2": SMOLLM2_DRAFTER}
+"""Drafters that ship with the package, for targets that do not, by name."""
