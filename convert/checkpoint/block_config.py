@@ -200,7 +200,8 @@ class _Block:
         layers = top.integer("num_hidden_layers", high=4096)
         eps = top.number("rms_norm_eps")
         taps = self._taps()
-        size = block.integer("block_size", 1 + own.first_row, 4096)
+        skipped = self._first_row()
+        size = block.integer("block_size", 1 + skipped, 4096)
         rope, section = top.rope(PLAIN_ROPE, own.ropes)
         section.only("partial_rotary_factor", 1, 1.0)
         candidates = self._candidates()
@@ -218,7 +219,7 @@ class _Block:
             mlp_hidden=top.integer("intermediate_size"),
             norm_eps=eps,
             block_size=size,
-            draft_tokens=size - self._first_row(),
+            draft_tokens=size - skipped,
             candidates=candidates,
             rank=self._rank(),
             mask_token=block.integer("mask_token_id", 0, target.vocab_size - 1),
@@ -227,7 +228,7 @@ class _Block:
             embedding_scale=shortest(block.number("input_embedding_scale", 1.0)),
             conv=self._conv() if own.convolves else None,
             draft_vocab_size=vocabulary,
-            own_head=vocabulary is not None and HEAD in self.names,
+            own_head=self._own_head(vocabulary),
             full_layers=full if len(full) < layers else (),
             causal_layers=causal,
             logit_multiplier=shortest(block.number("output_multiplier", 1.0)),
@@ -271,6 +272,8 @@ class _Block:
 
     def _confidence(self) -> Literal["row", "pair"] | None:
         """Return the input of the confidence head, which is there if its tensors are."""
+        for key in ("enable_confidence_head", "confidence_head_with_markov"):
+            self.block.only(key, True, False)
         stored = any(name.startswith(TRUST) for name in self.names)
         said = self.block.value("enable_confidence_head")
         if said is False and stored:
@@ -289,6 +292,10 @@ class _Block:
         whole = self.layout == "speculators" and size == vocab  # which stores no map then
         return None if whole else size
 
+    def _own_head(self, vocabulary: int | None) -> bool:
+        """Return whether the head over the draft vocabulary is the drafter's own."""
+        return vocabulary is not None and (self.layout == "speculators" or HEAD in self.names)
+
     def _check_target(self) -> None:
         """Check that the drafter is for this target; its tensors cannot fit another."""
         width, vocab = self.target.width, self.target.vocab_size
@@ -300,12 +307,8 @@ class _Block:
         if self.top.integer("vocab_size") != vocab:
             self.problems.append(self.top.fail("vocab_size", f"{vocab}, the target's"))
         if self.layout == "speculators":
-            inner = (
-                self.file.section("speculators_config")
-                if "speculators_config" in self.file
-                else None
-            )
-            if inner is not None:
+            if self.file.body.get("speculators_config") is not None:
+                inner = self.file.section("speculators_config")
                 inner.only("algorithm", self.kind)
                 inner.report_unread(SPECULATORS_KEYS)
         else:
