@@ -15,7 +15,7 @@ Memory counted, for ``max_batch`` rows and pages of Z slots:
 Windowed layers of the target and a windowed drafter are allotted before the target's pool:
 ``max_batch`` rings, whatever the context. A drafter without a window mirrors the target's
 pages: every target page is counted with a page of the drafter. Its spill pages are allotted before.
-An MTP head mirrors too, without spill.
+A drafter with layers of both kinds has both. An MTP head mirrors too, without spill.
 The remaining memory is divided:
 
     pages = floor((memory - weights - recurrent - windows - rings or spill)

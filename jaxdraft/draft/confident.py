@@ -34,7 +34,8 @@ class ConfidentDrafter(Wrapper):
     recompile.
 
     Attributes:
-      inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash2, DSpark.
+      inner: a :class:`jaxdraft.base.Drafter` whose proposals have a lattice: DFlash, DFlash2, and
+        DSpark unless it is chained (see :class:`jaxdraft.draft.block.BlockDrafter` for those).
       round_cost: fixed cost of verifying drafts in a round, in plain steps: a window of rows in
         place of one. Use more than the measured cost: probabilities cover the candidates alone,
         and a drafter tends to be overconfident. ``experiments/smollm2.py`` takes 0.5 for a window
