@@ -210,7 +210,7 @@ class BlockBackbone(nnx.Module):
             of its own.
         """
         config = self.config
-        weight = self.head.weight[...] if config.own_head else head
+        weight = self.head.table if config.own_head else head
         logits = matmul(features, weight, out_dtype=jnp.float32)
         if config.logit_multiplier != 1.0:
             logits = logits * jnp.float32(config.logit_multiplier)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -32,6 +33,7 @@ from jaxdraft.checkpoint.forms import (
 from jaxdraft.checkpoint.layout import is_matrix, target_layout
 from jaxdraft.config import AttentionConfig, DeltaNetConfig, MlpConfig
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.nn.packed import PackedLinear
 from jaxdraft.testing import tiny_drafter, tiny_mtp, tiny_target
 from jaxdraft.train import labels, round_as_stored, round_to_bfloat16, round_to_int4
 from tests.checkpoint.conftest import MOE
@@ -201,6 +203,25 @@ def test_it_decodes(drafter: str, small: Path) -> None:
     out = jaxdraft.generate(model, prompts, max_new_tokens=12, stop_ids=())
     plain = jaxdraft.generate(model, prompts, max_new_tokens=12, stop_ids=(), drafter="none")
     assert out.ids() == plain.ids()
+
+
+def test_packed_it_has_the_same_numbers_and_is_saved_equal(small: Path, tmp_path: Path) -> None:
+    """Target and drafter in four bits."""
+    model: Any = jaxdraft.load(small, packed=True)
+    wide: Any = jaxdraft.load(small)
+    theirs: Any = dict(nnx.iter_modules(wide.drafter.backbone()))
+    found = [
+        (module.dequantized(), theirs[path].weight[...])
+        for path, module in nnx.iter_modules(model.drafter.backbone())
+        if isinstance(module, PackedLinear)
+    ]
+    assert found
+    for ours, expected in found:
+        np.testing.assert_array_equal(ours, expected)
+    save(model, tmp_path / "again")
+    again: Any = jaxdraft.load(tmp_path / "again", packed=True)
+    jax.tree.map(np.testing.assert_array_equal, again.target, model.target)
+    jax.tree.map(np.testing.assert_array_equal, again.drafter, model.drafter)
 
 
 def test_a_scale_a_row(copy: Path, model: Model) -> None:
