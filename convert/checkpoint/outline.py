@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convert.checkpoint.config import TargetFacts
+from convert.checkpoint.packings import expected
 from convert.checkpoint.tensors import Tensors
 from convert.errors import Problems
 from convert.json_reader import read_json
@@ -63,28 +64,48 @@ def described_tensors(
       remarks: destination of notes for the reader of the report.
     """
     remarks.note(CONFIG, "no weights lie beside it: the report follows from the settings alone")
-    expected = {part.name for entry in layout for part in entry.tensors}
-    if facts.quantized is not None:
+    types = {dtype.name: number for number, dtype in FLOATS.items()}
+    data_type = types.get(facts.dtype or "", BFLOAT16)
+    needed = set(_stored(layout, facts, data_type))
+    if facts.quantized is not None and not _in_mxfp4(facts):
         words = "matrices are quantized; counts and bytes are those of the numbers that they encode"
         remarks.note(CONFIG, words)
     elif names is not None:
-        others = {n for n in names - expected if not n.startswith(aside)}
+        others = {n for n in names - needed if not n.startswith(aside)}
         others = {n for n in others if unused_tensor(n, ()) is None}
         for found, wanted, lost in (
-            ("nothing", "an entry", expected - names),
+            ("nothing", "an entry", needed - names),
             ("an entry", "nothing", others),
         ):
             for name in sorted(lost)[:_NAMED]:
                 problems.report(INDEX, f"weight_map, {name}", found, wanted)
             if len(lost) > _NAMED:
                 problems.report(INDEX, "weight_map", f"{len(lost) - _NAMED} more", "none")
-    types = {dtype.name: number for number, dtype in FLOATS.items()}
-    data_type = types.get(facts.dtype or "", BFLOAT16)
     entries = list(layout)
     if facts.mtp is not None and (names is None or any(n.startswith(MTP) for n in names)):
         entries += mtp_layout(facts.mtp)
     return {
-        part.name: Tensor(part.name, data_type, part.shape, CONFIG, None, None, files)
-        for entry in entries
-        for part in entry.tensors
+        name: Tensor(name, stored, shape, CONFIG, None, None, files)
+        for name, (stored, shape) in _stored(entries, facts, data_type).items()
     }
+
+
+def _in_mxfp4(facts: TargetFacts) -> bool:
+    """Return whether experts are in MXFP4: which tensors that concerns follows from the layout."""
+    quantized = facts.quantized
+    return quantized is not None and all(each.layout == "mxfp4" for each in quantized.schemes)
+
+
+def _stored(
+    layout: Sequence[Entry], facts: TargetFacts, data_type: int
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return type and shape of every stored tensor, by name."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for part in (part for entry in layout for part in entry.tensors):
+        found[part.name] = data_type, part.shape
+        if len(part.shape) == 3 and facts.quantized is not None and _in_mxfp4(facts):
+            wanted = expected(facts.quantized.schemes[0], part.name, part.shape)
+            if all(each.shapes for each in wanted.values()):
+                del found[part.name]
+                found |= {n: (next(iter(e.types)), e.shapes[0]) for n, e in wanted.items()}
+    return found

@@ -56,6 +56,14 @@ def test_experts_in_mxfp4_stay_packed_unless_floats_are_asked_for() -> None:
     )
 
 
+def test_a_configuration_alone_gives_the_bytes_of_packed_experts(tmp_path: Path) -> None:
+    shutil.copyfile(helpers.DATA / MXFP4 / "config.json", tmp_path / "config.json")
+    found, whole = (jaxdraft.inspect(each).target for each in (tmp_path, helpers.DATA / MXFP4))
+    assert found is not None and whole is not None
+    assert (found.weight_bytes, found.stored_bytes) == (whole.weight_bytes, whole.stored_bytes)
+    assert found.counts == whole.counts and found.tensors == whole.tensors
+
+
 def _bytes_of(model: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model.target.decoder.params))
 
