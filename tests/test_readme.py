@@ -39,7 +39,7 @@ def run_shell(block: str) -> list[str]:
         if arguments[0] in ("demo", "bench"):
             arguments += ["--repeats", "1"]
         if arguments[0] == "demo":
-            arguments += ["--max-new-tokens", "8"]
+            arguments += ["--family", "--max-new-tokens", "8"]  # SmolLM2 may be installed
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, f"{line}\n{result.output}"
         printed.append(result.stdout)

@@ -74,7 +74,7 @@ def test_the_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path) -> N
     subprocess.run([*pip, str(wheel)], check=True)
     code = "import jaxdraft; from jaxdraft.cli import app; print(jaxdraft.__file__); app()"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "demo", "-n", "16", "--repeats", "1"],
+        [sys.executable, "-P", "-c", code, "demo", "--family", "-n", "16", "--repeats", "1"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
         check=True,

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import jaxdraft
-from convert import hub
+from convert import ArtifactError, hub
 from convert.hub import HubError, HubName
 from jaxdraft.kinds import folders
 from tests.paths import FIRST_FAMILY
@@ -196,6 +196,17 @@ def test_something_local_of_that_name_comes_first(cache: Path, tmp_path: Path) -
     assert jaxdraft.inspect("me/tiny").folder == Path("me/tiny")
     with pytest.raises(FileNotFoundError):  # a path is never a repository
         jaxdraft.load(Path("me/other"))
+
+
+def test_a_gguf_file_of_a_repository(cache: Path) -> None:
+    folder = put(cache, "me/tiny-GGUF", {"q/tiny.Q4_0.gguf": TARGET / "config.json"})
+    assert hub.locate("me/tiny-GGUF/q/tiny.Q4_0.gguf") == folder / "q/tiny.Q4_0.gguf"
+    with pytest.raises(ArtifactError, match="GGUF"):  # the file is another one
+        jaxdraft.load("me/tiny-GGUF/q/tiny.Q4_0.gguf@main")
+    with pytest.raises(HubError, match="other.gguf is missing"):
+        hub.locate("me/tiny-GGUF/other.gguf")
+    with pytest.raises(HubError, match="name one of them, as in 'owner/name/q/tiny.Q4_0.gguf'"):
+        hub.locate("me/tiny-GGUF")
 
 
 def test_an_incomplete_snapshot_is_refused_by_the_name_of_the_file(cache: Path) -> None:
