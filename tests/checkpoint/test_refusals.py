@@ -192,7 +192,12 @@ WEIGHTS: list[tuple[str, Callable[[Tensors], None], str]] = [
         "found DOUBLE, expected FLOAT or",
     ),
     ("target", replaced("spare", np.zeros(3, np.float32)), "tensor spare: found shape [3], exp"),
-    ("target", missing("lm_head.weight"), "tensor lm_head.weight: found nothing"),
+    (
+        "target",
+        missing("lm_head.weight"),
+        "tensor lm_head.weight: found nothing, expected shape [48, 32], since "
+        "tie_word_embeddings is not true",
+    ),
     ("dflash2", missing("fc.weight"), "dflash2/model.safetensors: tensor fc.weight: found nothing"),
     ("dflash2", replaced("embed_tokens.weight", np.zeros((48, 32), np.float32)), "other numbers"),
     (
@@ -313,7 +318,9 @@ def test_files_that_are_no_safetensors(content: bytes, copy: Path) -> None:
 def test_truncated_files(copy: Path) -> None:
     path = copy / "dflash2" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    assert "expected a safetensors file" in refused(copy)
+    assert "bytes, of the" in refused(copy) and "that its header describes" in refused(copy)
+    path.write_bytes(path.read_bytes()[:50])
+    assert "50 bytes, which end inside the header of" in refused(copy)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1, "a": 2}', '{"a": NaN'])
