@@ -47,6 +47,9 @@ WHOLE = (
 WITH_KERNELS = ("step", "verify", "round:mtp", "round:dflash2", "sampled:dflash2")
 """The same, with kernels."""
 
+NOT_OF_ROWS = ("programs", "card", "keep", "no_compiling")
+"""Arguments of the command that :func:`rows_of` does not have by name."""
+
 LONG = ("step", "verify", "round:dflash2")
 """Programs that are compiled for long texts, with four layers and room for 34,000 positions."""
 
@@ -188,8 +191,19 @@ def estimates(rows: Sequence[Row], kernels: Sequence[Row]) -> str:
     return f"{gpu_estimate.assumptions(card)}\n\n{gpu_estimate.comparison(lines, card)}"
 
 
-def kept(folder: Path | None, name: str, card: str, **options: Any) -> list[Row]:
-    """Do the same as :func:`rows_of`, or read what an earlier call with ``folder`` wrote there."""
+def kept(
+    folder: Path | None, missing: list[str] | None, name: str, card: str, **options: Any
+) -> list[Row]:
+    """Do the same as :func:`rows_of`, or read what an earlier call with ``folder`` wrote there.
+
+    Args:
+      folder: where counts are kept; None: nowhere.
+      missing: gets the names of programs that are not there, which then have no rows; None: they
+        are compiled.
+      name: as for :func:`rows_of`.
+      card: as there.
+      options: as there.
+    """
     if folder is None:
         return rows_of(name, card, **options)
     given = [name, card, *(f"{key}={value}" for key, value in sorted(options.items()))]
@@ -197,15 +211,18 @@ def kept(folder: Path | None, name: str, card: str, **options: Any) -> list[Row]
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
         return [replace(Row(**row), counts=Counts(**row["counts"])) for row in found]
+    if missing is not None:
+        missing.append(f"{name} ({', '.join(given[1:])})")
+        return []
     rows = rows_of(name, card, **options)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
     return rows
 
 
-def report(folder: Path | None) -> str:
-    """Compile everything; return the result in Markdown. See :func:`kept` for ``folder``."""
-    rows_of = functools.partial(kept, folder)
+def report(folder: Path | None, missing: list[str] | None) -> str:
+    """Compile everything; return the result in Markdown. Args: see :func:`kept`."""
+    rows_of = functools.partial(kept, folder, missing)
     whole = [row for name in WHOLE for row in rows_of(name, "h200", layers=64)]
     kernels = [
         row for name in WITH_KERNELS for row in rows_of(name, "h200", layers=64, kernels=PALLAS)
@@ -241,8 +258,12 @@ def report(folder: Path | None) -> str:
     for card in ("t4", "a100", "l4", "b200"):
         names = ("step", "verify", "round:dflash2")
         found = [row for name in names for row in rows_of(name, card, layers=4, lengths=(8192,))]
+        if not found:
+            continue
         parts.append(f"{card.upper()}, {jnp.dtype(CARDS[card].dtype).name}:\n\n{_table(found)}")
     parts.append(f"## What that could come to\n\n{estimates(whole, kernels)}")
+    if missing:
+        parts.append(f"## Not counted\n\nThese programs were left out: {'; '.join(missing)}.")
     return "\n\n".join(parts)
 
 
@@ -257,12 +278,17 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=CAPACITY)
     parser.add_argument("--dtype", help="of weights, keys and values; default: the card's own")
     parser.add_argument("--lines", type=int, default=0, help="also print so many source lines")
+    parser.add_argument("--no-compiling", action="store_true", help="only what was kept")
     parser.add_argument("--keep", type=Path, help="keep counts in this folder, and use them again")
     args = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
     if not args.programs:
-        write_result(__file__, "What the programs do on a GPU", report(args.keep))
+        write_result(
+            __file__,
+            "What the programs do on a GPU",
+            report(args.keep, [] if args.no_compiling else None),
+        )
         return
     options = {
         key: value for key, value in vars(args).items() if key not in ("programs", "card", "keep")

@@ -65,10 +65,12 @@ def test_programs_of_an_engine_are_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["round:dflash2", "sampled:dflash2"])
 def test_a_round_of_64_layers_has_two_thousand_launches(name: str) -> None:
+    # A sampled round may search the vocabulary twice, for top-k and top-p: 0.2 GB, counted here.
+    within = 1.055 if name.startswith("sampled") else 1.05
     for length in LENGTHS:
         counts, least = all_layers(name, length)
         assert counts.launches <= 2000
-        assert counts.moved <= 1.05 * least
+        assert counts.moved <= within * least
 
 
 def test_a_chunk_of_a_prompt_has_few_launches_per_layer() -> None:
