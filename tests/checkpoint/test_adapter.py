@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "LOHA"}, 'peft_type: found "LOHA", expected "LORA"'),
     "residual": ({"init_lora_weights": "pissa"}, "expected one for the base as it is"),
     "experts": ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: found"),
-    "rank": ({"r": 8}, "found rank 4, expected 8, as adapter_config.json says"),
+    "rank": ({"r": 8}, "found rank 4, expected 8, as in adapter_config.json"),
 }
 
 
