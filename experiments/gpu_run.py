@@ -194,8 +194,8 @@ def speed(device: Any) -> tuple[str, bool]:
         command = [sys.executable, str(HERE / "speed_table.py"), *options]
         done = _run(command)
         right &= done.returncode == 0
-        said = "written" if done.returncode == 0 else f"failed: {done.stderr.strip()[-400:]}"
-        lines.append(f"* `{' '.join(['speed_table.py', *options])}`: {said}")
+        outcome = "written" if done.returncode == 0 else f"failed: {done.stderr.strip()[-400:]}"
+        lines.append(f"* `{' '.join(['speed_table.py', *options])}`: {outcome}")
     if len(asked) == 1:
         lines.append(f"* The geometry of 27B was left out: it needs {ROOM_27B / 2**30:.0f} GiB.")
     return "\n".join(lines), right
@@ -251,10 +251,10 @@ def run_parts(parts: dict[str, Part], write: Callable[[str], None], device: str)
             done[title] = f"This part failed:\n\n```\n{traceback.format_exc()[-2000:]}\n```", False
         wrong = [name for name, (_, right) in done.items() if not right]
         left = [name for name in parts if name not in done]
-        said = f"**Not right: {', '.join(wrong)}.**" if wrong else "Everything is right."
-        said += f" Not yet run: {', '.join(left)}." if left else ""
+        verdict = f"**Not right: {', '.join(wrong)}.**" if wrong else "Everything is right."
+        verdict += f" Not yet run: {', '.join(left)}." if left else ""
         texts = [f"## {name}\n\n{text}" for name, (text, _) in done.items()]
-        write("\n\n".join([f"Device: {device}. {said}", *texts]))
+        write("\n\n".join([f"Device: {device}. {verdict}", *texts]))
     return all(right for _, right in done.values())
 
 

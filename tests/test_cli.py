@@ -79,9 +79,9 @@ def test_generate_samples_by_a_seed_and_stops_at_a_string() -> None:
     one, two, other = (
         runner.invoke(app, [*command, "--seed", seed]).stdout for seed in ("3", "3", "5")
     )
-    said = [re.split(r"\n[\d.]+ tokens/s", text)[0] for text in (one, two, other)]
-    assert said[0] == said[1] != said[2]
-    assert all("return" not in text for text in said)
+    outputs = [re.split(r"\n[\d.]+ tokens/s", text)[0] for text in (one, two, other)]
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert all("return" not in text for text in outputs)
 
 
 def test_save_writes_checkpoints_that_load(tmp_path: Path) -> None:

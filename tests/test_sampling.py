@@ -259,7 +259,7 @@ def test_nothing_is_given_past_a_row_s_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0; expected at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -279,8 +279,8 @@ def test_nothing_is_given_past_a_row_s_end() -> None:
     ],
     ids=str,
 )
-def test_bad_rules_are_refused(how: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+def test_bad_rules_are_refused(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         generate(MODEL, PROMPTS, sampling=Sampling(**how), key=0)
 
 

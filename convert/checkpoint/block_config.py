@@ -271,16 +271,16 @@ class _Block:
         return found
 
     def _confidence(self) -> Literal["row", "pair"] | None:
-        """Return the input of the confidence head, which is there if its tensors are."""
+        """Return the input of the confidence head, which exists if its tensors do."""
         for key in ("enable_confidence_head", "confidence_head_with_markov"):
             self.block.only(key, True, False)
         stored = any(name.startswith(TRUST) for name in self.names)
-        said = self.block.value("enable_confidence_head")
-        if said is False and stored:
+        enabled = self.block.value("enable_confidence_head")
+        if enabled is False and stored:
             self.remarks.note(
                 CONFIG, f"enable_confidence_head is false: the tensors {TRUST}* are not read"
             )
-        if not (stored if said is None else said):
+        if not (stored if enabled is None else enabled):
             return None
         return "pair" if self.block.value("confidence_head_with_markov", True) else "row"
 
@@ -381,8 +381,8 @@ class _Block:
                 )
             return window, full, () if both else ringed
         top.only("is_causal", True, False)
-        said = top.body.get("is_causal")
-        causal = ringed if said is None else tuple(range(layers)) if said else ()
+        setting = top.body.get("is_causal")
+        causal = ringed if setting is None else tuple(range(layers)) if setting else ()
         return window, full, causal
 
     def _check_reach(self, window: int, size: int, both_ways: bool) -> None:

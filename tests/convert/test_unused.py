@@ -83,8 +83,8 @@ def test_unknown_keys_are_always_named(
         report = inspect_folder(folders[name], drafter)
     finally:
         path.write_text(original)
-    said = "\n".join([*map(str, report.problems), *report.notes])
-    assert key in said, (place, key, value)
+    reported = "\n".join([*map(str, report.problems), *report.notes])
+    assert key in reported, (place, key, value)
 
 
 @pytest.mark.parametrize(("name", "file", "drafter"), FILES)

@@ -149,16 +149,16 @@ class HistoryDrafter:
 
     def propose(self, state: HistoryState, feed: Feed) -> tuple[HistoryState, Proposal, Any]:
         # Its scratch stays in the pages it was lent, past the committed positions.
-        token, memory, said = feed.anchor, state, []
+        token, memory, emitted = feed.anchor, state, []
         one = jnp.where(feed.wants_draft, 1, 0).astype(jnp.int32)
         for _ in range(self.width):
             out = self.target.forward(token[:, None], one, memory)
             memory = self.target.commit(out.state, one)
             best = jnp.argmax(out.logits[:, 0], axis=-1).astype(jnp.int32)
             token = jnp.where(best % 3 == 2, (best + 1) % self.target.vocab_size, best)
-            said.append(token)
+            emitted.append(token)
         pool = replace(memory.pool, length=state.pool.length)
-        drafts = jnp.stack(said, axis=1)
+        drafts = jnp.stack(emitted, axis=1)
         proposal, info = propose_tokens(drafts, feed)
         if feed.draw is not None:
             # Not what they were drawn from, but what comes out depends on it: that it is not lost

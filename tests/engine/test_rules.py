@@ -50,9 +50,9 @@ def test_rules_of_all_kinds() -> None:
     """
     model = spoken()
     engine = Engine(model, **SIZES)
-    said = prompts(8, seed=9, longest=8)
+    inputs = prompts(8, seed=9, longest=8)
     assert model.text is not None
-    sixth = model.text.decode(greedy(model, said[1], 6)[5:])  # what one request will end with
+    sixth = model.text.decode(greedy(model, inputs[1], 6)[5:])  # what one request will end with
     rules = [
         EVERYTHING,
         dict(stop=(sixth, "cdcd")),
@@ -63,10 +63,10 @@ def test_rules_of_all_kinds() -> None:
     ]
     rules[6] = EVERYTHING | dict(key=8)
     requests = [
-        engine.submit(p, **dict(max_new_tokens=12) | r) for p, r in zip(said, rules, strict=True)
+        engine.submit(p, **dict(max_new_tokens=12) | r) for p, r in zip(inputs, rules, strict=True)
     ]
     events = finish(engine)
-    for request, prompt, rule in zip(requests, said, rules, strict=True):
+    for request, prompt, rule in zip(requests, inputs, rules, strict=True):
         assert request.text == "".join(e.text for e in events if e.request is request)
         if "sampling" not in rule:
             plain = greedy(model, prompt, 12)
@@ -96,13 +96,13 @@ def test_rules_of_all_kinds() -> None:
 
 def test_map_is_generate() -> None:
     """Request i draws as row i of a batch does, from a stream of its own."""
-    model, said = spoken(), prompts(3, seed=10, longest=8)
+    model, inputs = spoken(), prompts(3, seed=10, longest=8)
     rules: dict[str, Any] = dict(
         max_new_tokens=10, key=jax.random.key(11), sampling=Sampling(temperature=1.0, top_k=6)
     )
     engine = Engine(model, **SIZES)
-    requests = engine.map(said, progress=True, **rules)
-    for row, (request, prompt) in enumerate(zip(requests, said, strict=True)):
+    requests = engine.map(inputs, progress=True, **rules)
+    for row, (request, prompt) in enumerate(zip(requests, inputs, strict=True)):
         alone = engine.submit(prompt, row=row, **rules)
         assert alone.result() == request.tokens
         streams = row_streams(rules["key"], 3)[row]
@@ -110,7 +110,7 @@ def test_map_is_generate() -> None:
         assert how is not None
         found = how.streams
         np.testing.assert_array_equal(found[0], jax.random.key_data(streams))  # type: ignore[unsupported-operation]
-    assert len({tuple(r.tokens) for r in engine.map([said[0]] * 3, **rules)}) == 3
+    assert len({tuple(r.tokens) for r in engine.map([inputs[0]] * 3, **rules)}) == 3
     assert engine.submit("abca", max_new_tokens=1).prompt == [0, 1, 2, 0]
     with pytest.raises(ValueError, match="prompt 2: prompt 0 is empty"):
         engine.map([[1], [2], [], [3]], max_new_tokens=2)
@@ -133,11 +133,11 @@ def test_what_a_drafter_learned_survives(beside: bool) -> None:
     if beside:  # the statistics of a drafter inside another survive, too
         drafter = FallbackDrafter(NgramDrafter(3, 4, drafter.draft_tokens), drafter)
     engine = Engine(model, drafter=drafter, **SIZES)
-    said = [p[:3] for p in prompts(4, seed=12, longest=8)]
+    inputs = [p[:3] for p in prompts(4, seed=12, longest=8)]
     rules: dict[str, Any] = dict(
         sampling=Sampling(temperature=0.8), stop_ids=(), key=jax.random.key(1)
     )
-    requests = engine.map(said, keep=True, max_new_tokens=16, **rules)
+    requests = engine.map(inputs, keep=True, max_new_tokens=16, **rules)
     assert sum(r.preemptions for r in requests) > 0
     for row, request in enumerate(requests):
         alone = engine.submit(request.prompt, max_new_tokens=16, row=row, **rules)

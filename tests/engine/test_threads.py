@@ -42,8 +42,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def expected(said: list[list[int]], new: int) -> list[list[int]]:
-    return [greedy(history_model(), prompt, new) for prompt in said]
+def expected(inputs: list[list[int]], new: int) -> list[list[int]]:
+    return [greedy(history_model(), prompt, new) for prompt in inputs]
 
 
 def test_results_are_waited_for_in_many_threads() -> None:
@@ -57,8 +57,8 @@ def test_results_are_waited_for_in_many_threads() -> None:
 
 def test_everything_from_every_thread() -> None:
     """Each thread submits, waits, extends and rewinds; some cancel what another waits for."""
-    engine, said = history_engine(), prompts(12, seed=4, longest=8)
-    shared = engine.submit(said[0], max_new_tokens=40)
+    engine, inputs = history_engine(), prompts(12, seed=4, longest=8)
+    shared = engine.submit(inputs[0], max_new_tokens=40)
 
     def work(mine: list[list[int]]) -> list[Any]:
         found = []
@@ -78,7 +78,7 @@ def test_everything_from_every_thread() -> None:
         time.sleep(0.05)
         shared.cancel()
 
-    parts = [said[n::4] for n in range(4)]
+    parts = [inputs[n::4] for n in range(4)]
     *found, kept, _ = together(*(lambda p=part: work(p) for part in parts), shared.result, cancel)
     for part, results in zip(parts, found, strict=True):
         assert isinstance(results, list), results
@@ -87,20 +87,20 @@ def test_everything_from_every_thread() -> None:
             assert second == expected([[*prompt, *first, 1, 2]], 4)[0]
             assert again == expected([[*prompt, *first, 3]], 4)[0]
     assert shared.finish_reason == "cancelled" or len(shared.tokens) == 40
-    assert kept == shared.tokens == expected([said[0]], 40)[0][: len(kept)]
+    assert kept == shared.tokens == expected([inputs[0]], 40)[0][: len(kept)]
     assert everything_is_free(engine)
 
 
 def test_events_and_results_at_the_same_time() -> None:
     """The reader of the events misses none, whichever thread runs the steps."""
-    engine, said = history_engine(), prompts(8, seed=5, longest=8)
-    requests = [engine.submit(p, max_new_tokens=12) for p in said]
+    engine, inputs = history_engine(), prompts(8, seed=5, longest=8)
+    requests = [engine.submit(p, max_new_tokens=12) for p in inputs]
 
     def read() -> list[Any]:
         return [(e.request, list(e.tokens), e.finish_reason) for e in engine.run()]
 
     events, *results = together(read, *(r.result for r in requests))
-    assert results == expected(said, 12)
+    assert results == expected(inputs, 12)
     if isinstance(events, list) and {r for r, *_ in events} == set(requests):
         for request in requests:
             told = [t for r, tokens, _ in events if r is request for t in tokens]
@@ -108,43 +108,43 @@ def test_events_and_results_at_the_same_time() -> None:
 
 
 def test_a_waiting_thread_leaves_the_events_to_the_reader() -> None:
-    engine, said = history_engine(), prompts(3, seed=6, longest=8)
-    requests = [engine.submit(p, max_new_tokens=12) for p in said]
+    engine, inputs = history_engine(), prompts(3, seed=6, longest=8)
+    requests = [engine.submit(p, max_new_tokens=12) for p in inputs]
     reader = engine.run()
     events = [next(reader)]
-    assert together(*(r.result for r in requests)) == expected(said, 12)
+    assert together(*(r.result for r in requests)) == expected(inputs, 12)
     events += reader
     for request in requests:
         assert [t for e in events if e.request is request for t in e.tokens] == request.tokens
 
 
 def test_a_second_reader_is_refused_at_once() -> None:
-    engine, said = history_engine(), prompts(2, seed=7, longest=8)
-    requests = [engine.submit(p, max_new_tokens=12) for p in said]
+    engine, inputs = history_engine(), prompts(2, seed=7, longest=8)
+    requests = [engine.submit(p, max_new_tokens=12) for p in inputs]
     reader = engine.run()
     next(reader)
     errors = together(lambda: list(engine.run()), engine.step, lambda: next(iter(engine)))
     for error in errors:
         assert isinstance(error, RuntimeError) and "another thread iterates" in str(error)
     list(reader)  # the first goes on
-    assert [r.tokens for r in requests] == expected(said, 12)
+    assert [r.tokens for r in requests] == expected(inputs, 12)
     assert together(lambda: list(engine.run())) == [[]]  # and the next may begin
 
 
 def test_an_iterator_may_change_threads() -> None:
     """As ``run_in_executor(None, next, iterator)`` does."""
-    engine, said = history_engine(), prompts(1, seed=8, longest=8)
-    request = engine.submit(said[0], max_new_tokens=12)
+    engine, inputs = history_engine(), prompts(1, seed=8, longest=8)
+    request = engine.submit(inputs[0], max_new_tokens=12)
     reader, tokens = engine.run(), []
     while not request.finished:
         tokens += together(lambda: next(reader).tokens)[0]
-    assert tokens == expected(said, 12)[0]
+    assert tokens == expected(inputs, 12)[0]
 
 
 def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever ran the step gets the error itself; the engine goes on afterwards."""
-    engine, said = history_engine(), prompts(4, seed=9, longest=8)
-    requests = [engine.submit(p, max_new_tokens=12) for p in said]
+    engine, inputs = history_engine(), prompts(4, seed=9, longest=8)
+    requests = [engine.submit(p, max_new_tokens=12) for p in inputs]
     real, calls = engine.scheduler.next_step, []
 
     def breaks(*args: Any) -> Any:
@@ -160,12 +160,12 @@ def test_an_error_of_the_step_reaches_all_that_wait(monkeypatch: pytest.MonkeyPa
     others = [e for e in errors if isinstance(e, RuntimeError)]
     assert len(first) == 1 and len(others) == 3, errors
     assert all("the host breaks" in str(e) and e.__cause__ is first[0] for e in others)
-    assert together(*(r.result for r in requests)) == expected(said, 12)
+    assert together(*(r.result for r in requests)) == expected(inputs, 12)
 
 
 def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, said = history_engine(), prompts(4, seed=10, longest=8)
-    requests = [engine.submit(p, max_new_tokens=12) for p in said]
+    engine, inputs = history_engine(), prompts(4, seed=10, longest=8)
+    requests = [engine.submit(p, max_new_tokens=12) for p in inputs]
     real, calls = engine.scheduler.next_step, []
 
     def interrupted(*args: Any) -> Any:
@@ -178,15 +178,15 @@ def test_an_interrupt_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
     found = together(*(r.result for r in requests))
     gone = [n for n, e in enumerate(found) if isinstance(e, KeyboardInterrupt)]
     assert len(gone) == 1
-    want = expected(said, 12)
+    want = expected(inputs, 12)
     assert [f for n, f in enumerate(found) if n not in gone] == [
         w for n, w in enumerate(want) if n not in gone
     ]
 
 
 def test_a_closed_engine_lets_all_threads_go() -> None:
-    engine, said = history_engine(), prompts(6, seed=11, longest=8)
-    requests = [engine.submit(p, max_new_tokens=30) for p in said]
+    engine, inputs = history_engine(), prompts(6, seed=11, longest=8)
+    requests = [engine.submit(p, max_new_tokens=30) for p in inputs]
     real = engine.scheduler.next_step
 
     def slow(*args: Any) -> Any:
@@ -195,19 +195,19 @@ def test_a_closed_engine_lets_all_threads_go() -> None:
 
     engine.scheduler.next_step = slow  # type: ignore[method-assign]
     found = together(*(r.result for r in requests), lambda: (time.sleep(0.1), engine.close()))
-    for tokens, whole in zip(found[:-1], expected(said, 30), strict=True):
+    for tokens, whole in zip(found[:-1], expected(inputs, 30), strict=True):
         assert tokens == whole[: len(tokens)]
     refused = together(lambda: engine.submit([1]), engine.step)
     assert all(isinstance(e, ValueError) and "closed" in str(e) for e in refused)
 
 
 def test_map_from_two_threads() -> None:
-    engine, said = history_engine(), prompts(8, seed=12, longest=8)
+    engine, inputs = history_engine(), prompts(8, seed=12, longest=8)
     one, two = together(
-        lambda: engine.map(said[:4], max_new_tokens=9),
-        lambda: engine.map(said[4:], max_new_tokens=9),
+        lambda: engine.map(inputs[:4], max_new_tokens=9),
+        lambda: engine.map(inputs[4:], max_new_tokens=9),
     )
-    assert [r.tokens for r in [*one, *two]] == expected(said, 9)
+    assert [r.tokens for r in [*one, *two]] == expected(inputs, 9)
 
 
 def test_a_thread_that_steps_does_not_shut_others_out() -> None:

@@ -26,7 +26,7 @@ def test_transformers_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
     script = importlib.import_module("family_prompts")
     prompts = embedded_prompts()
-    said = script.reference(PYTHON, EMBEDDED / "target", [p["prompt_ids"] for p in prompts])
-    for found, prompt in zip(said["prompts"], prompts, strict=True):
+    answer = script.reference(PYTHON, EMBEDDED / "target", [p["prompt_ids"] for p in prompts])
+    for found, prompt in zip(answer["prompts"], prompts, strict=True):
         assert found["greedy"] == prompt["greedy"]
         assert found["min_margin"] == pytest.approx(prompt["min_margin"], abs=2e-4)
