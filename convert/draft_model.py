@@ -1,4 +1,4 @@
-"""Whether a drafter is a language model: a small one that drafts for a large one."""
+"""Decide whether a drafter is a small language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draft_model_folder(home: Path, drafter: str | Path | None) -> Path | None:
 
     Args:
       home: path of the target.
-      drafter: as in :func:`jaxdraft.load`; None is no language model.
+      drafter: as in :func:`jaxdraft.load`; None names no language model.
 
     Raises:
       ValueError: ``drafter`` is "draft_model", and the target's folder has none.

@@ -3,8 +3,8 @@
 ``owner/name`` is a repository, ``owner/name@revision`` a branch, tag or commit of it, and
 ``owner/name/file.gguf`` one file of it. Something local of the same spelling comes first.
 
-The cache is that of ``huggingface_hub``, in its layout, and the same environment variables say
-where it lies (``HF_HUB_CACHE``, ``HF_HOME``) and whether the network may be used
+The cache is that of ``huggingface_hub``, in its layout, and the same environment variables set
+its place (``HF_HUB_CACHE``, ``HF_HOME``) and whether the network may be used
 (``HF_HUB_OFFLINE``):
 
     models--owner--name/refs/main              the commit of a branch or a tag
@@ -44,7 +44,7 @@ _NAME = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _SMALL = (CONFIG, "generation_config.json", "quantize_config.json", "adapter_config.json")
-"""Settings, which say what a model is."""
+"""Files with the settings of a model."""
 
 _BESIDE = (*TOKENIZER_FILES, *TEMPLATE_FILES)
 """Files that text needs."""
@@ -58,7 +58,7 @@ ReadIndex = Callable[[str], Iterable[str]]
 
 
 class HubError(ValueError):
-    """A repository of the hub is not there, may not be read, or cannot be reached."""
+    """A repository of the hub does not exist, may not be read, or cannot be reached."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +80,17 @@ class HubName:
 
 
 def parse(name: str, revision: str | None = None) -> HubName | None:
-    """Return the repository that a name can mean, or None if it is of no such form.
+    """Return the repository that a name can mean, or None if it does not have that form.
 
-    Example: ``"Qwen/Qwen3-4B@main"``. Absolute paths, ``./x``, ``x`` and ``x/y/z`` are of no such
-    form.
+    Example: ``"Qwen/Qwen3-4B@main"``. Absolute paths, ``./x``, ``x`` and ``x/y/z`` do not
+    have it.
 
     Args:
       name: any string.
       revision: a revision, unless the name has one.
 
     Raises:
-      ValueError: two revisions, or one that is no name of a branch, a tag or a commit.
+      ValueError: two revisions, or one that cannot be a branch, a tag or a commit.
     """
     found = _NAME.fullmatch(name)
     if found is None or "--" in found["repo"] or ".." in found["repo"]:
@@ -106,7 +106,7 @@ def parse(name: str, revision: str | None = None) -> HubName | None:
 
 
 def locate(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the local folder, or the GGUF file, that a name means; downloads it if need be.
+    """Return the local folder, or the GGUF file, that a name means. Download it if necessary.
 
     Args:
       name: anything local, or the name of a repository.
@@ -151,7 +151,7 @@ def needed(names: Names, read_index: ReadIndex, *, weights: bool = True) -> list
     """Choose the files of a repository that loading reads.
 
     Of a checkpoint: settings, the tokenizer, and safetensors. Weights of other formats that lie
-    beside them (``pytorch_model.bin``, ``consolidated.*``, folders of ONNX graphs) are left.
+    beside them (``pytorch_model.bin``, ``consolidated.*``, folders of ONNX graphs) are left out.
 
     Args:
       names: all files, with ``/``.
@@ -162,7 +162,7 @@ def needed(names: Names, read_index: ReadIndex, *, weights: bool = True) -> list
       The chosen names, in order.
 
     Raises:
-      HubError: there is nothing that loads; the formats found are named.
+      HubError: no files can be loaded; the message names the formats found.
     """
     homes = ["", f"{TARGET}/", *(f"{kind}/" for kind in (*folders(), DRAFT_MODEL))]
     homes = [home for home in homes if f"{home}{CONFIG}" in names]
@@ -289,10 +289,10 @@ def _offline() -> bool:
 
 
 class _Unreachable(Exception):
-    """The hub gives nothing; the cache may do.
+    """The hub cannot provide the files; the cache may hold them.
 
     Attributes:
-      surprising: whether a user of the cache should know.
+      surprising: whether the user is warned even if the cache is used.
     """
 
     def __init__(self, words: str, *, surprising: bool = True):

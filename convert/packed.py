@@ -27,7 +27,7 @@ from jaxdraft.nn.mlp import Moe
 from jaxdraft.nn.packed import PARTS, PackedEmbedding, PackedLinear, PackedRows
 
 _CHUNK = 1 << 20
-"""Values that are worked on at once."""
+"""Number of values that are processed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Source:
 
 
 class QuantizedTensor(Tensor):
-    """A stored tensor that is a whole quantized matrix; others are made of several tensors."""
+    """A stored tensor that is a whole quantized matrix (others consist of several tensors)."""
 
     def source(self) -> Source:
         """Return the numbers."""
@@ -83,7 +83,7 @@ class QuantizedTensor(Tensor):
 def pack_values(values: Array, bits: int) -> Array:
     """Put values into bytes, low bits first: uint8 [n, k] -> [n, k * bits / 8].
 
-    Rows are filled up with zeros. Example, 4 bits: 1 2 3 is 21 03.
+    Rows are padded with zeros. Example, 4 bits: 1 2 3 is 21 03.
     """
     per = 8 // bits
     if per == 1:
@@ -215,7 +215,7 @@ def pack(
 
     Args:
       module: an abstract module; changed in place.
-      recipes: of its parameters.
+      recipes: recipes of its parameters.
       dtype: type of its products.
       kinds: kinds of values that stay packed. Default: all.
 

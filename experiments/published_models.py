@@ -3,9 +3,9 @@
     python experiments/published_models.py
 
 ``published_models.json`` has the settings of models as their repositories publish them, without
-what changes no size. No weight is read: every number follows from these settings, as
-``jaxdraft plan FOLDER`` computes it for a folder with ``config.json`` alone. Beside it stand the
-numbers of parameters that the repositories (the sums of their index) and the model cards publish.
+settings that change no size. No weights are read: every number follows from these settings, as
+``jaxdraft plan FOLDER`` computes it for a folder with only ``config.json``. The numbers of
+parameters that repositories (in their index) and model cards publish are listed beside it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxdraft.overview import FORMS, MEMORIES, Fit
 from jaxdraft.tables import decimal, fitting
 
 SHOWN = ("bfloat16", "int4")
-"""Forms in which the table says what fits."""
+"""Forms for which the table shows what fits."""
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """Return the models by name: their settings, and what is published of them."""
+    """Return the models by name: their settings, and their published numbers."""
     return json.loads((HERE / "published_models.json").read_text(encoding="utf-8"))
 
 
@@ -50,7 +50,7 @@ def both(fits: dict[str, Fit], memory: str) -> str:
 TEXT = """
 
 Parameters are those of the text model. *1000 tokens*: their keys and values in the layers without a
-window, in bfloat16. *A row*: what it takes whatever its length, for windows and recurrent states.
+window, in bfloat16. *A row*: bytes per row for windows and recurrent states, at any length.
 
 What fits beside the weights, in bfloat16 and in int4: rows of the whole context (*x*), else tokens
 of a single row. The working memory of a step is not counted.

@@ -1,6 +1,6 @@
 """The time that JAX spends on compiling, measured, and a folder that keeps compiled programs.
 
-Host code, for the shell. JAX announces every part of a compilation when it ends: tracing, lowering,
+Host code, for the shell. JAX reports every part of a compilation when it ends: tracing, lowering,
 XLA's own work, or reading a program that an earlier process compiled.
 """
 

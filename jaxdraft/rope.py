@@ -28,11 +28,11 @@ class Rope:
     Attributes:
       theta: base of the frequencies ``f_i = theta**(-2 i / rotary_dim)``.
       kind: scheme for longer contexts. "default": none. "linear": every frequency is divided by
-        ``factor``. "llama3": frequencies that turn seldom within ``original_length`` are divided by
-        ``factor``, frequent ones stay, those between are mixed. "yarn": the same with another
-        mixture, and a factor of the tables. "longrope": every frequency has its own divisor.
+        ``factor``. "llama3": frequencies with few turns within ``original_length`` are divided by
+        ``factor``, those with many stay, those between are mixed. "yarn": the same with another
+        mixture, and a multiplier of the tables. "longrope": every frequency has its own divisor.
       factor: ratio of the longer context to the old one.
-      original_length: positions that the model was trained on before.
+      original_length: context length before the extension.
       beta_fast, beta_slow: YaRN's bounds of the mixture, in turns over ``original_length``.
       low_freq_factor, high_freq_factor: the same for Llama 3.
       attention_factor: multiplier of both tables; None: the scheme's own, see :attr:`scale`.
@@ -189,7 +189,7 @@ class Rope:
         return _cos_sin(angles, self.scale)
 
     def target_tables(self, positions: int, rotary_dim: int) -> tuple[Array, Array]:
-        """Return cos and sin of a target: of float32 angles, like all of transformers."""
+        """Return cos and sin of a target, from float32 angles as in transformers."""
         if self.kind == "default":
             one, theta = np.float32(1.0), np.float32(self.theta)
             exponent = np.arange(0, rotary_dim, 2).astype(np.float32) / np.float32(rotary_dim)

@@ -61,7 +61,7 @@ _HARMLESS = {
 """Settings without effect: the tensors show which modules are adapted, and the rest is training."""
 
 _VARIANTS = ("kasa_config", "monteclora_config")
-"""Settings of variants with other sums."""
+"""Settings of variants with another formula."""
 
 _RESIDUAL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the matrices of the base, so that the adapter is for another base."""
@@ -249,7 +249,7 @@ def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _scales(section: Section) -> _Scale:
-    """Read the settings; what would change the sum has the one value that is implemented."""
+    """Read the settings; those that would change the formula must have the implemented value."""
     section.only("peft_type", "LORA")
     for key in ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora"):
         section.only(key, False)

@@ -57,7 +57,7 @@ def read_eagle3(
 
     Args:
       body: its content.
-      names: names of the stored tensors: an embedding and a head of its own are stored.
+      names: names of the stored tensors, which show whether it has its own embedding and head.
       target: the target; widths, vocabulary and layers must agree.
       problems: destination of problems that do not prevent further reading.
       remarks: destination of remarks, which do not prevent loading.
@@ -204,4 +204,4 @@ ROPES = get_args(RopeKind)
 """Kinds of rotary embedding that a head may have."""
 
 SPECULATORS_KEYS = (*CONFIG_KEYS, "verifier", "default_proposal_method")
-"""Keys of ``speculators_config`` that change no draft."""
+"""Keys of ``speculators_config`` without effect on drafts."""

@@ -1,4 +1,4 @@
-"""A GGUF file as a target: its settings as ``config.json`` spells them, its tensors likewise."""
+"""A GGUF file as a target: its settings and its tensors under the names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Architecture:
     """How files of an architecture differ from the checkpoints that they were made from.
 
     Attributes:
-      model_type: of the checkpoint.
+      model_type: ``model_type`` of the checkpoint.
       interleaved: whether the rows of queries and keys were permuted, so that the two channels
         that turn together are neighbours.
     """
@@ -96,13 +96,13 @@ def open_gguf(
 
     Args:
       path: the file.
-      files: where maps are kept.
-      problems: destination of what does not stop the reading.
-      remarks: destination of what does not stop a load.
+      files: owner of the maps.
+      problems: destination of problems that do not prevent further reading.
+      remarks: destination of remarks, which do not prevent loading.
       context: maximum length of a sequence. Default: as in the file.
 
     Raises:
-      ArtifactError: it is not a target that is implemented.
+      ArtifactError: the target is not implemented.
     """
     file = read_gguf(path, files)
     name = file.architecture
@@ -145,7 +145,7 @@ class _Settings:
         self.names = {_translated(name): name for name in file.tensors}
 
     def value(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a setting of the architecture; one without a default has to be there."""
+        """Return a setting of the architecture; one without a default is required."""
         key = f"{self.file.architecture}.{name}"
         self.read.add(key)
         found = self.file.metadata.get(key, default)
@@ -158,7 +158,7 @@ class _Settings:
         return found
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Report a setting of the architecture that is there and has another value."""
+        """Report a setting of the architecture that is present with another value."""
         key = f"{self.file.architecture}.{name}"
         self.read.add(key)
         found = self.file.metadata.get(key)
@@ -242,7 +242,7 @@ class _Settings:
         return {"rope_theta": theta, "rope_scaling": scaling or None}
 
     def report(self, remarks: Remarks) -> None:
-        """Remark on settings that nothing has read. Those of text are read with the tokenizer."""
+        """Remark on settings that were not read. Those of text are read with the tokenizer."""
         for key in self.file.metadata.keys() - self.read:
             if key.startswith(("general.", "tokenizer.", "quantize.", "split.")):
                 continue
@@ -293,7 +293,7 @@ def halves(heads: int, head_dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Permuted(Tensor):
-    """A tensor of floats whose rows come in another order."""
+    """A tensor of floats with its rows in another order."""
 
     rows: Any = None
 
@@ -322,7 +322,7 @@ def _frequencies(theta: float, width: int) -> Array:
 def _llama3(tensor: Tensor, theta: float, width: int, original: int) -> dict[str, Any]:
     """Return the settings of rope ``llama3`` that give the stored divisors.
 
-    The file holds the divisors alone, so the published settings are tried.
+    The file holds only the divisors, so the published settings are tried.
 
     Raises:
       ArtifactError: none of them fits.

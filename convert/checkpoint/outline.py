@@ -35,7 +35,7 @@ def stored_names(home: Path) -> frozenset[str] | None:
     """Return the names of the tensors that the index lists; None without an index.
 
     Raises:
-      ArtifactError: it lists none.
+      ArtifactError: the index lists no names.
     """
     if not (home / INDEX).is_file():
         return None
@@ -91,7 +91,7 @@ def described_tensors(
 
 
 def _in_mxfp4(facts: TargetFacts) -> bool:
-    """Return whether experts are in MXFP4: which tensors that concerns follows from the layout."""
+    """Return whether experts are in MXFP4; the layout determines their tensors."""
     quantized = facts.quantized
     return quantized is not None and all(each.layout == "mxfp4" for each in quantized.schemes)
 

@@ -1,4 +1,4 @@
-"""The tensors of a quantized matrix, by layout: what they have to be, and their numbers.
+"""The tensors of a quantized matrix, by layout: their expected form, and their numbers.
 
 A matrix ``X.weight`` [out, in] in groups of g inputs, b bits per value, n = 32 / b:
 
@@ -12,7 +12,7 @@ A matrix ``X.weight`` [out, in] in groups of g inputs, b bits per value, n = 32 
 | gptq | ``X.qweight`` int32 [in / n, out], ``X.qzeros`` as above, low bits first and one lower, ``X.scales``, ``X.g_idx`` int32 [in] |
 | mxfp4 | experts ``X`` [E, in, out]: ``X_blocks`` uint8 [E, out, in / 32, 16], low half first, and ``X_scales`` uint8 [E, out, in / 32], exponents and 127 |
 
-Where one scale is for a whole row, or for all, the last axis is 1, or absent.
+If one scale serves a whole row, or all rows, the last axis is 1, or absent.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UINT8, _INT16 = np.dtype(np.uint8), np.dtype(np.int16)
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a tensor has to be."""
+    """Expected form of a tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     types: Collection[int]
@@ -86,7 +86,7 @@ def is_quantized(scheme: Scheme, name: str, tensors: Tensors) -> bool:
 
 
 def expected(scheme: Scheme, name: str, shape: tuple[int, ...]) -> dict[str, Expected]:
-    """Return what the tensors of a quantized matrix have to be, by name."""
+    """Return the expected form of the tensors of a quantized matrix, by name."""
     if scheme.layout == "mxfp4":
         return _expected_experts(scheme, name, shape)
     rows, columns = shape
@@ -278,7 +278,7 @@ def _source(
 
 
 def _by_row(tensor: Tensor, rows: int, each: int) -> Callable[[int, int], Array]:
-    """Return a reader of numbers of groups of ``each`` rows, [n, blocks]; one may be for all."""
+    """Return a reader of numbers per group of ``each`` rows, [n, blocks]. One may serve all."""
 
     def read(start: int, stop: int) -> Array:
         found = tensor.read()

@@ -1,7 +1,7 @@
 """``quantization_config`` of a checkpoint -> how its matrices are stored.
 
-Which matrices are quantized is seen from the tensors. The settings give the layout of those that
-are: bits, groups, zero points, and the order of the inputs.
+The tensors show which matrices are quantized. The settings give the layout of those
+matrices: bits, groups, zero points, and the order of the inputs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Scheme:
       group: number of inputs that share a scale; None: all.
       rows: number of outputs that share a scale; None: all.
       zeros: whether there are zero points.
-      lowered: whether zero points are stored one lower than they are.
-      reordered: whether the file names the group of each input.
+      lowered: whether zero points are stored minus 1.
+      reordered: whether the file stores the group of each input.
       targets: names, classes or regular expressions (``re:...``) of the modules.
     """
 

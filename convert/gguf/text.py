@@ -1,4 +1,4 @@
-"""What a GGUF file holds for texts."""
+"""The tokenizer and the chat template of a GGUF file."""
 
 from __future__ import annotations
 

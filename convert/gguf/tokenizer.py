@@ -1,6 +1,6 @@
 """The tokenizer in the metadata of a GGUF file, as one of the package ``tokenizers``.
 
-Two models of words are read, by ``tokenizer.ggml.model``:
+Two kinds of tokenizers are read, by ``tokenizer.ggml.model``:
 
 * ``gpt2``: merges of bytes, after the text is split by a rule that ``tokenizer.ggml.pre`` names.
   The file holds no rule, so :data:`RULES` has them.
@@ -8,7 +8,7 @@ Two models of words are read, by ``tokenizer.ggml.model``:
   neighbouring tokens, those are joined first whose joint token has the best score. Missing
   characters become bytes.
 
-What a token is stands in ``tokenizer.ggml.token_type``: special ones never come from ordinary
+``tokenizer.ggml.token_type`` has the kind of each token: special ones never come from ordinary
 pieces of a text, user-defined ones are found before a text is split, and unused ones (padding of
 the vocabulary) are left out. Source: ggml's ``docs/gguf.md``, the vocabularies of llama.cpp, and
 the ``tokenizer.json`` of the models that the rules are named after.
@@ -41,7 +41,7 @@ from convert.gguf.text import GgufText
 _KEY = "tokenizer.ggml."
 
 _BLANK = "▁"
-"""A blank, as SentencePiece writes it."""
+"""The character that SentencePiece writes for a space."""
 
 
 class Kind(IntEnum):
@@ -64,7 +64,7 @@ class Rule:
       digits: whether every digit is split off before.
       nfc: whether the text is composed first (Unicode NFC).
       whole: whether a piece that is a token is taken without merges.
-      bos: whether a token for the beginning comes first, unless the file says.
+      bos: whether a token for the beginning comes first, unless the file states it.
     """
 
     pattern: str | None = None
@@ -145,7 +145,7 @@ def read_text(metadata: Mapping[str, Any], file: str) -> GgufText:
       file: the file's name, for messages.
 
     Raises:
-      ArtifactError: there is no tokenizer, or it is of a kind that is not read.
+      ArtifactError: there is no tokenizer, or its kind is not supported.
     """
     vocabulary = _Vocabulary(metadata, file)
     make = _maker(vocabulary)
@@ -166,7 +166,7 @@ def read_text(metadata: Mapping[str, Any], file: str) -> GgufText:
 
 
 def text_of(path: Path) -> GgufText | None:
-    """Return the tokenizer of a GGUF file; None if it has none, or none that is read."""
+    """Return the tokenizer of a GGUF file; None if it has none, or an unsupported one."""
     metadata = read_gguf(path).metadata
     if f"{_KEY}model" not in metadata or text_problem(metadata, path.name) is not None:
         return None
@@ -174,7 +174,7 @@ def text_of(path: Path) -> GgufText | None:
 
 
 def text_problem(metadata: Mapping[str, Any], file: str) -> ArtifactError | None:
-    """Return why a tokenizer is not read, as far as that shows before it is made."""
+    """Return why a tokenizer is not supported, as far as its metadata show."""
     try:
         _maker(_Vocabulary(metadata, file))
     except ArtifactError as error:
@@ -214,7 +214,7 @@ class _Vocabulary:
         return ArtifactError(self.file, f"{_KEY}{key}", found, expected)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return a setting; one without a default has to be there."""
+        """Return a setting; one without a default is required."""
         found = self.metadata.get(f"{_KEY}{key}", default)
         if not isinstance(found, kind):
             raise self.fail(key, "nothing" if found is None else repr(found)[:80], kind.__name__)
@@ -260,10 +260,10 @@ class _Vocabulary:
         ]
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the merges, the first first. Only the blank after the first character parts two.
+        """Return the merges in order. A space after the first character separates the two parts.
 
         Raises:
-          ArtifactError: a merge has not two parts, or makes no token.
+          ArtifactError: a merge does not have two parts, or does not make a token.
         """
         ids, merges = self.ids, []
         for line in self._strings("merges"):
@@ -318,7 +318,7 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> Tokenizer:
             byte_fallback=bool((vocabulary.kinds == Kind.BYTE).any()),
         )
     )
-    # Every stretch of text after a special token begins with a blank more, even if it has one.
+    # A space is put before every text after a special token, even if it begins with one.
     prefix = vocabulary.get("add_space_prefix", bool, True)
     before = [normalizers.Prepend(_BLANK)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _BLANK)])
@@ -348,7 +348,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: np.ndarray) -> list[tuple[
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Let the tokenizer add tokens for the beginning and the end, where the file asks for them."""
+    """Make the tokenizer add tokens for the beginning and the end if the file sets that."""
     rule = RULES.get(str(vocabulary.metadata.get(f"{_KEY}pre")), Rule())
     pieces = vocabulary.metadata.get(f"{_KEY}model") == "llama"
     wanted = {

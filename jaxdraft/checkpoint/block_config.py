@@ -12,11 +12,11 @@ from jaxdraft.config import FULL_ATTENTION, BlockDrafterConfig
 from jaxdraft.kinds import block_of
 
 CANDIDATES = 16
-"""C of a drafter whose file does not say: the model builder's ``dspark_top_k``."""
+"""C of a drafter whose file does not state it: the model builder's ``dspark_top_k``."""
 
 
 def usual_candidates(draftable: int) -> int:
-    """Return C of a drafter of ``draftable`` tokens whose file does not say."""
+    """Return C of a drafter of ``draftable`` tokens whose file does not state it."""
     return min(CANDIDATES, draftable)
 
 
@@ -35,7 +35,7 @@ def block_json(
       taps: the target's layers whose entering residual it reads, in order.
       rope: its rotary embedding.
       dtype: name of the dtype to compute in.
-      bits: in which the matrices are stored, 8 or 4; None: as floats.
+      bits: number of bits per stored matrix entry, 8 or 4; None: matrices stay floats.
 
     Raises:
       ValueError: if the layout cannot express ``config``.
@@ -58,7 +58,7 @@ def block_json(
     if bits is not None:
         json["quantization_config"] = quantization_json(bits)
     block: Json = {
-        # These files name a tap by the layer it leaves, we by the layer it enters.
+        # These files name a tap by the layer it leaves, this package by the layer it enters.
         "target_layer_ids": [tap - 1 for tap in taps],
         "mask_token_id": config.mask_token,
         **_candidates(config),
@@ -156,7 +156,7 @@ def _causal(config: BlockDrafterConfig) -> bool | None:
 
 
 def _candidates(config: BlockDrafterConfig) -> Json:
-    """Return ``selector_top_k``, of which chained drafters and those without pairs have none."""
+    """Return ``selector_top_k``; empty for chained drafters and those without pairs."""
     if config.chained or not config.rank:
         return {}
     return {"selector_top_k": config.candidates}

@@ -12,7 +12,7 @@ _EXPERTS = {
 
 
 def properties(family: Family) -> dict[str, str]:
-    """Return what sets the architecture apart, in words, by topic."""
+    """Return the distinguishing properties of the architecture in words, by topic."""
     before, after = bool(family.norms[0]), bool(family.norms[1])
     windows = {
         "none": "",

@@ -76,7 +76,7 @@ def eagle3_json(
             "transformer_layer_config": {**layer, "rope_parameters": rope.json()},
             **shared,
         }
-    # The spelling of transformers before version 5, which the readers of these files know.
+    # The spelling of transformers before version 5, which the readers of these files support.
     scaling = {key: value for key, value in rope.json().items() if key != "rope_theta"}
     json: Json = {
         "architectures": ["LlamaForCausalLMEagle3"],

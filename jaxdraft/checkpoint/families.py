@@ -20,7 +20,7 @@ Windows = Literal["none", "switch", "number", "pattern"]
 
 PRE = ("input_layernorm", "", "post_attention_layernorm", "")
 """Names of a layer's norms, in the order: mixer's input and output, feed-forward part's input and
-output. An empty name: there is no such norm."""
+output. An empty name means that there is no such norm."""
 
 SCORES, LOGITS = "attn_logit_softcapping", "final_logit_softcapping"
 """Keys of soft-caps."""
@@ -38,13 +38,13 @@ class Family:
       model_type: name in ``config.json``.
       architecture: class name in transformers and the model builder.
       models: published models of it, for documentation.
-      text_type, text_architecture: the same of the text model alone, where it is a part.
+      text_type, text_architecture: the same for the text model, if it is part of a larger one.
       composite: the text model is a part of a model with a vision tower: its settings are in
         ``text_config``.
       tower: the vision tower is written, too, because the class does not load without one.
       prefixes: allowed name prefixes of the text model's tensors; the first is written.
       aside: name prefixes of the tensors that text does not need.
-      kinds: kinds of layers, and how ``layer_types`` spells them.
+      kinds: kinds of layers, with their names in ``layer_types``.
       windows: rule that gives layers a window. "switch": ``use_sliding_window``, from layer
         ``max_window_layers`` on. "number": a number in ``sliding_window``, all layers. "pattern":
         all layers but every ``sliding_window_pattern``-th.
@@ -65,7 +65,7 @@ class Family:
       embedding_scaled: embeddings are multiplied by the root of the width.
       query_scalar: scores are divided by the root of ``query_pre_attn_scalar``, not of the width
         of a head.
-      softcaps: keys that cap something: ``attn_logit_softcapping`` the scores of attention,
+      softcaps: keys of soft-caps: ``attn_logit_softcapping`` the scores of attention,
         ``final_logit_softcapping`` the logits.
       sinks: every query head has an attention sink.
       experts: form in which experts are stored, if there are any. "stacked": as one tensor [E, out,
@@ -132,7 +132,7 @@ class Family:
         return "hidden_act" if self.activation == "silu" else "hidden_activation"
 
     def alone(self) -> Family:
-        """Return the family of the text model where it is not a part of another model."""
+        """Return the family of the text model when it is not part of another model."""
         return dataclasses.replace(
             self,
             model_type=self.text_type,
@@ -512,6 +512,6 @@ FAMILIES = {
         GEMMA3,
     )
 }
-"""By ``model_type``. A text model alone follows below."""
+"""Families by ``model_type``; those of text models alone are added below."""
 
 FAMILIES |= {family.text_type: family.alone() for family in FAMILIES.values() if family.composite}

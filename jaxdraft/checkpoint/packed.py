@@ -112,7 +112,7 @@ def quantization_json(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
 def packed_parts(module: nnx.Module) -> dict[Path, list[PackedMatrix]]:
     """Return the packed matrices of a module, by their path; several lie one below the other.
 
-    Experts are none: their matrices are one array.
+    Experts are not included: their matrices are one array.
     """
     found: dict[Path, list[PackedMatrix]] = {}
     modules: Any = nnx.iter_modules(module)
@@ -315,7 +315,7 @@ def in_mxfp4(entry: Entry, found: Mapping[Path, Any]) -> tuple[Path, ...]:
 
 
 def experts_in_mxfp4(entry: Entry, values: Any, scales: Any) -> Iterator[Tensor]:
-    """Return two tensors of bytes: numbers and scales, whatever dtype is asked for."""
+    """Return two tensors of bytes, numbers and scales, for any dtype."""
     for name, leaf in zip(blocks_of(entry.tensors[0].name), (values, scales), strict=True):
 
         def make(leaf: Any = leaf) -> np.ndarray:

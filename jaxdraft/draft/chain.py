@@ -1,4 +1,4 @@
-"""A head with one layer that is chained: its cache of pairs, and its drafts."""
+"""A chained head with one layer: its cache of pairs, and its drafts."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class ChainDrafter(DrafterDefaults):
         raise NotImplementedError
 
     def fed(self, feed: Feed) -> jax.Array:
-        """Return what the head reads of the target, [B, T, ...]."""
+        """Return the target's rows that the head reads, [B, T, ...]."""
         raise NotImplementedError
 
     def rows(self, fed: jax.Array) -> jax.Array:
-        """Return the rows [B, T, D] of the first link, from what :meth:`fed` returned."""
+        """Return the rows [B, T, D] of the first link, from the result of :meth:`fed`."""
         raise NotImplementedError
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -83,7 +83,7 @@ class ChainDrafter(DrafterDefaults):
         raise NotImplementedError
 
     def vocabulary(self) -> jax.Array | None:
-        """Return the token of each score, [V'] int32; None: its place."""
+        """Return the token of each score, [V'] int32; None: the index of the score."""
         return None
 
     @property
@@ -169,7 +169,7 @@ class ChainDrafter(DrafterDefaults):
     def release(self, state: ChainState, rows: jax.Array) -> ChainState:
         """Free everything owned by the rows where ``rows`` [B] is true."""
         chex.assert_shape(rows, state.length.shape)
-        if state.pool.dense:  # a row keeps its page, and forgets what it holds
+        if state.pool.dense:  # a row keeps its page, but not the content
             pool = replace(state.pool, length=jnp.where(rows, 0, state.pool.length))
         else:
             pool = paged.release(state.pool, rows)
@@ -203,10 +203,10 @@ class ChainDrafter(DrafterDefaults):
         count = jnp.where(state.denied, 0, count)
         fresh = fresh & (count > 0)
         steps = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-        # What lies past `count` may be anything, even NaN; it must not reach a product.
+        # Rows past `count` may hold anything, even NaN, and must not reach a product.
         hidden = self.rows(jnp.where((steps < count[:, None])[..., None], last, 0))
         rows = jnp.concatenate([state.pending[:, None], hidden], axis=1)  # [B, 1 + T, D]
-        # Row t of `rows` meets token t, except where nothing waited: there row t + 1 meets t + 1.
+        # Row t of `rows` meets token t. If nothing was pending, row t + 1 meets token t + 1.
         paired = jnp.where(fresh[:, None, None], rows[:, 1:], rows[:, :-1])
         tokens = jnp.where(fresh[:, None], jnp.roll(text, -1, axis=1), text)
         pairs = count - fresh.astype(jnp.int32)

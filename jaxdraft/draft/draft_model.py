@@ -43,8 +43,8 @@ class DraftModelState:
 
     ``model`` has the form of a state after a forward pass: the rows of the last proposal (its
     anchor and all drafts but the last) are in the caches and not committed. The next round commits
-    those that turned out to be the text; the others are overwritten. So only the last draft of a
-    proposal that was accepted whole is still to be run. It waits for the first pass of the next
+    those that became the text; the others are overwritten. Only the last draft of a proposal that
+    was accepted in full is still to be run. It waits for the first pass of the next
     proposal, where it shares a window with the anchor.
     """
 
@@ -72,7 +72,7 @@ class _Steps:
 class DraftModel(DrafterDefaults):
     """A language model as a :class:`jaxdraft.base.Drafter`.
 
-    It reads the text alone, no states of the target, and has caches of its own. Both models must
+    It reads only the text, no states of the target, and has caches of its own. Both models must
     have the same tokens; :meth:`jaxdraft.Model.with_draft_model` checks that.
 
     Source: Leviathan et al., arXiv:2211.17192.
@@ -172,7 +172,7 @@ class DraftModel(DrafterDefaults):
         return None if model is None else replace(state, model=model, length=length)
 
     def with_row_statistics(self, state: DraftModelState, statistics: Any) -> DraftModelState:
-        """Forget the uncommitted rows: a row that is restored may lie on other pages."""
+        """Discard the uncommitted rows: a restored row may lie on other pages."""
         del statistics
         return replace(state, drafted=jnp.full_like(state.drafted, NO_TOKEN))
 
@@ -348,7 +348,7 @@ class DraftModel(DrafterDefaults):
         )
 
     def _restart(self, state: DraftModelState, rows: jax.Array) -> DraftModelState:
-        """Forget the text of the rows where ``rows`` [B] is true; they keep their pages."""
+        """Discard the text of the rows where ``rows`` [B] is true; they keep their pages."""
         model = state.model
         sliding = model.sliding
         if sliding is not None:

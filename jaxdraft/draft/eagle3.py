@@ -40,7 +40,7 @@ class Eagle3Drafter(ChainDrafter):
         config: Eagle3Config,
         dtype: jnp.dtype,
     ) -> Eagle3Drafter:
-        """Return a drafter beside the target whose ``embedding`` and ``head`` [V, D] are given."""
+        """Return a drafter for the target whose ``embedding`` and ``head`` [V, D] are given."""
         return cls(
             eagle3,
             None if config.own_embedding else embedding,
@@ -80,5 +80,5 @@ class Eagle3Drafter(ChainDrafter):
         return matmul(features, self.head, out_dtype=jnp.float32)
 
     def vocabulary(self) -> jax.Array | None:
-        """Return the token of each score, [V'] int32; None: its place."""
+        """Return the token of each score, [V'] int32; None: the index of the score."""
         return None if self.config.draft_vocab_size is None else self.layer().vocabulary[...]

@@ -1,4 +1,4 @@
-"""A chain of drafts, each from a pass that reads the draft before: its loop and its results."""
+"""A chain of drafts, each from a pass that reads the previous draft: its loop and its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAFT_TOKENS = 3
 """K unless chosen otherwise: no file states how far a head is chained."""
 
 CANDIDATES = 32
-"""Tokens that a drawn draft may be: the best so many of the vocabulary."""
+"""Number of best tokens of the vocabulary from which a draft is drawn."""
 
 
 @struct.dataclass
@@ -120,9 +120,9 @@ def run_chain(
 def _trusted(drafter: Linked, links: Links) -> jax.Array:
     """Return which drafts come before the first that is too unlikely, [B, K].
 
-    A draft's probability is the product of the largest probabilities up to its pass. They are those
-    of the distributions that drafts are drawn from, before the draw. So whether a draft is verified
-    depends on the drafts before it alone, and sampling stays exact.
+    A draft's probability is the product of the largest probabilities up to its pass. They belong
+    to the distributions that drafts are drawn from, before the draw. So whether a draft is verified
+    depends only on the drafts before it, and sampling stays exact.
 
     Example, confidence 0.5: largest probabilities .9 .8 .6 have the products .9 .72 .43, and two
     drafts are proposed.
@@ -135,7 +135,7 @@ def _trusted(drafter: Linked, links: Links) -> jax.Array:
 def chain(
     drafter: Linked, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None
 ) -> Links:
-    """Run as many passes as the widest row needs; other than on a CPU, always K.
+    """Run as many passes as the row with most drafts needs; on devices other than CPUs, always K.
 
     A loop whose number of passes only the device knows would end a CUDA graph, and make the host
     wait before every pass.
@@ -208,7 +208,7 @@ def no_links(
       draw: how drafts are drawn; None: the best token.
       draft_tokens: K.
       draftable: tokens that a draft can be.
-      confidence: see :class:`Linked`.
+      confidence: least probability of a draft; see :class:`Linked`.
     """
     shape = (anchor.shape[0], draft_tokens)
     support = None
@@ -242,7 +242,7 @@ def with_draft(
       drafts: [B] bool: whether the row uses the draft.
       draw: how drafts are drawn; None: the best token.
       number: [] int32.
-      tokens: [V'] int32, token of each score. Default: its place.
+      tokens: [V'] int32, token of each score. Default: the index of the score.
     """
 
     def ids(places: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What heads that are chained have in common: one decoder layer over (next token, row) pairs."""
+"""The shared part of chained heads: one decoder layer over (next token, row) pairs."""
 
 from __future__ import annotations
 

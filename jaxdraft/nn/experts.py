@@ -26,7 +26,7 @@ _SLOPE = 1.702
 """Slope of the sigmoid in the clamped activation."""
 
 _TILE = 16
-"""Rows that an expert multiplies at once, at least, where there are so many."""
+"""Minimum number of rows that an expert multiplies at once, if there are that many."""
 
 
 Matrices = jax.Array | PackedMatrix
@@ -155,7 +155,7 @@ def chosen_experts(
 ) -> jax.Array:
     """Compute :func:`run_experts` from the chosen experts alone, in parallel.
 
-    Written as sums and not as products: XLA's GPU compiler reads a gathered matrix in place
+    The products are written as sums: XLA's GPU compiler reads a gathered matrix in place
     when a sum follows, and copies it for a product.
     """
     flat = chosen.reshape(-1)
@@ -227,8 +227,8 @@ def experts_in_turn(
 def _expert(experts: Experts, index: jax.Array) -> Experts:
     """Return one expert, without the axis of experts.
 
-    XLA's CPU backend takes no slice of bfloat16 and would widen all experts, once before the loop
-    around this call. The barrier makes them depend on the loop's index, so that a slice is widened.
+    XLA's CPU backend does not slice bfloat16 and would widen all experts, once before the loop
+    around this call. The barrier makes them depend on the loop's index, so only a slice is widened.
     """
     experts, index = lax.optimization_barrier((experts, index))
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), experts)

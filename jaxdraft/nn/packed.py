@@ -94,7 +94,7 @@ class Packed(nnx.Variable):
 class PackedMatrix:
     """A matrix W [out, in] that stays quantized in memory; see :mod:`jaxdraft.nn.packed`.
 
-    Where a dense array serves as embedding or head, this serves, too.
+    It can replace a dense array as an embedding or a head.
     """
 
     arrays: dict[str, jax.Array]
@@ -112,7 +112,7 @@ class PackedMatrix:
 
     @property
     def dtype(self) -> Any:
-        """Type of the products and of the numbers that are taken."""
+        """Type of the products and of gathered rows."""
         return self.form.dtype
 
     def dequantized(self) -> jax.Array:
@@ -226,7 +226,7 @@ def _product(
 
 
 _AT_ONCE = 1 << 20
-"""Numbers of a matrix that are made at once on CPUs: so many stay in the cache."""
+"""Numbers of a matrix that are decoded at once on CPUs, few enough to stay in the cache."""
 
 
 def _product_by_blocks(
@@ -234,8 +234,8 @@ def _product_by_blocks(
 ) -> jax.Array:
     """Compute the product some outputs at a time, if the matrix has many numbers.
 
-    So no float matrix is written to memory and read again: on one CPU, 12288 x 2048 numbers of four
-    bits then take no more time than the dense product, and in one piece ten times that
+    No float matrix is then written to memory and read again: on one CPU, 12288 x 2048 numbers of
+    four bits take no more time than the dense product, and in one piece ten times that
     (``experiments/packed_products.md``).
 
     Example, 10 outputs, 4 at a time: a loop over outputs 0-3 and 4-7, then 8 and 9.
@@ -264,7 +264,7 @@ def _product_by_blocks(
 
 
 _FEW_ROWS = 8
-"""Maximum number of rows for which a packed product is sums on GPUs."""
+"""Maximum number of rows for which GPUs compute a packed product as sums."""
 
 
 def _product_by_sums(
@@ -295,10 +295,10 @@ def _product_in_turn(
 ) -> jax.Array:
     """Compute the product, no earlier than ``planes`` is known.
 
-    Else XLA's scheduler takes the dequantized matrices, which depend on weights alone, out of
-    their order, and one program holds those of all layers at once: as many bytes as without
+    Otherwise XLA's scheduler moves the dequantized matrices, which depend only on weights, out of
+    their order, and the program holds those of all layers at once: as many bytes as without
     packing, and four times the time. Adding a zero that XLA cannot foresee keeps them in turn;
-    an ``optimization_barrier`` is gone before the scheduler looks.
+    an ``optimization_barrier`` is removed before scheduling.
     """
     first = planes.reshape(-1)[:1].astype(jnp.float32)
     bits = lax.bitcast_convert_type(first, jnp.uint32)
@@ -354,7 +354,7 @@ class PackedLinear(nnx.Module):
       dtype: type of the products and of the result.
       values: kind of the values, a key of :data:`DECODERS`.
       rows: number of outputs that share their scales.
-      fine: number of blocks that share a number of ``coarse``.
+      fine: number of blocks that share an entry of ``coarse``.
       further: the other arrays, by name.
 
     Raises:

@@ -58,12 +58,12 @@ def _product(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None)
 def _product_apart(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
     """Compute the product without merging it with another product of the same rows.
 
-    XLA's GPU compiler makes one product of several that share their rows, and concatenates their
-    weights for it in every call: at 27B, 16 GB per round. Behind the barrier the rows of every
+    XLA's GPU compiler merges products that share their rows, and concatenates their
+    weights in every call: at 27B, 16 GB per round. Behind the barrier the rows of every
     product are an array of its own.
 
-    A single row of float16 gets a row of zeros beside it. For GPUs before Ampere the compiler has
-    no product of a matrix and one such row, and would make float32 of the matrix in every call.
+    A single row of float16 is padded with a row of zeros. For GPUs before Ampere the compiler has
+    no product of a matrix and one such row, and would convert the matrix to float32 in every call.
     """
     single = rows.shape[0] == 1 and weight.dtype == jnp.float16
     if single:

@@ -1,4 +1,4 @@
-"""Draft vocabularies: a part of a target's tokens, of which alone drafts are made."""
+"""Draft vocabularies: the part of a target's tokens that can be drafts."""
 
 from __future__ import annotations
 
