@@ -67,7 +67,7 @@ _STORED = {
     BOOL: np.dtype(np.bool_),
     FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
-"""What a tensor can be; int8, booleans and float8 in checkpoints alone."""
+"""Types of stored tensors; int8, booleans and float8 exist in checkpoints only."""
 
 NIBBLES: dict[int, np.dtype] = {INT4: np.dtype(np.int8), UINT4: np.dtype(np.uint8)}
 

@@ -134,7 +134,7 @@ def _table(*groups: tuple[str, str]) -> dict[str, str]:
 
 _TRAINING = "has an effect in training alone"
 _ACTIVATIONS = (
-    "activations, keys and values stay floats: rounding them speeds up kernels that are not here, "
+    "activations, keys and values stay floats: rounding them serves kernels that are not included, "
     "and the weights are the same without"
 )
 _LABEL = "a name or a version, for people and other programs"
@@ -175,7 +175,7 @@ CONFIG_KEYS = _table(
         " language_model_only boi_token_index eoi_token_index mm_tokens_per_image",
     ),
     (
-        "1 in every published file, and read by no program",
+        "1 in every published file, and no program reads it",
         "full_attn_mod interpolate_factor",
     ),
     (
@@ -210,7 +210,7 @@ QUANTIZATION_KEYS = _table(
         " true_sequential mse act_group_aware desc_act",
     ),
     (
-        "the tensors show which matrices are in few bits",
+        "the tensors show which matrices are quantized",
         "targets ignore ignored_layers modules_to_not_convert lm_head",
     ),
     (_ACTIVATIONS, "input_activations output_activations kv_cache_scheme activation_scheme"),

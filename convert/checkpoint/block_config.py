@@ -38,7 +38,7 @@ from jaxdraft.config import (
 from jaxdraft.kinds import block_of
 
 TRUST = "confidence_head."
-"""What the names of a confidence head's tensors begin with."""
+"""Prefix of the names of a confidence head's tensors."""
 
 _DECODER = DRAFTER_KEYS.keys() | {
     "attention_bias",
@@ -164,7 +164,8 @@ class _Block:
         if "speculators_model_type" in body:
             if "speculators" not in self.own.layouts:
                 raise file.fail(
-                    "speculators_model_type", f"none: a {kind} drafter is not read in this layout"
+                    "speculators_model_type",
+                    f"none: a {kind} drafter is not supported in this layout",
                 )
             self.layout: BlockLayout = "speculators"
             file.only("speculators_model_type", kind)
@@ -377,7 +378,7 @@ class _Block:
                 self.remarks.note(
                     CONFIG,
                     "speculators' training counts the window of sliding layers from the anchor, "
-                    "its servers from each row; here it is each row",
+                    "its servers from each row; jaxdraft does the latter",
                 )
             return window, full, () if both else ringed
         top.only("is_causal", True, False)
@@ -386,7 +387,7 @@ class _Block:
         return window, full, causal
 
     def _check_reach(self, window: int, size: int, both_ways: bool) -> None:
-        """Refuse a block in which a row would be past the window of one before it."""
+        """Refuse a block that is wider than its window, if rows look ahead."""
         if both_ways and size > window:
             raise self.top.fail(
                 "sliding_window",

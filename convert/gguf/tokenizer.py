@@ -208,7 +208,7 @@ class _Vocabulary:
             strange = sorted(set(self.kinds.tolist()) - set(Kind))
             raise self.fail("token_type", f"{strange[0]}", f"1 to {max(Kind)}")
         if len(self.kept) != len({self.tokens[i] for i in self.kept}):
-            raise self.fail("tokens", "a token that is there twice", "different tokens")
+            raise self.fail("tokens", "a token that appears twice", "different tokens")
 
     def fail(self, key: str, found: str, expected: str) -> ArtifactError:
         return ArtifactError(self.file, f"{_KEY}{key}", found, expected)

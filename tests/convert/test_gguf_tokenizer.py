@@ -188,7 +188,7 @@ def test_unused_tokens_and_templates() -> None:
         ({"model": None}, "model: found nothing"),
         ({"pre": "default"}, "pre: found 'default', expected one of gpt-2"),
         ({"tokens": []}, "tokens: found a list of 0"),
-        ({"tokens": ["a", "a"], "token_type": np.ones(2, np.int32)}, "there twice"),
+        ({"tokens": ["a", "a"], "token_type": np.ones(2, np.int32)}, "appears twice"),
         ({"token_type": np.ones(3, np.int32)}, r"shape \[3\], expected \[\d+\]"),
         ({"token_type": np.full(len(metadata()["tokenizer.ggml.tokens"]), 9)}, "found 9"),
         ({"merges": ["t q"]}, "merges: found 't q'"),

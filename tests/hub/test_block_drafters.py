@@ -165,7 +165,7 @@ REFUSED = [
     ),
     ("speculators_dspark_pruned", {"target_hidden_size": 32}, "belongs to another target"),
     ("speculators_dspark_pruned", {"sample_from_anchor": None}, "expected true or false"),
-    ("dflash2_softcap", {"speculators_model_type": "dflash2"}, "is not read in this layout"),
+    ("dflash2_softcap", {"speculators_model_type": "dflash2"}, "is not supported in this layout"),
 ]
 
 
