@@ -130,11 +130,11 @@ def test_modules_that_are_stored_whole(base: Tensors, tmp_path: Path) -> None:
 
 def test_packed_matrices_that_are_adapted_become_floats(tmp_path: Path) -> None:
     """A GGUF file; the others stay packed."""
-    stands = write(tmp_path / "base.gguf", "llama", numbers(*LAYOUTS["llama"]))
-    tensors = factors(stands)
+    stored = write(tmp_path / "base.gguf", "llama", numbers(*LAYOUTS["llama"]))
+    tensors = factors(stored)
     folder = adapter(tmp_path / "lora", tensors)
     found: Any = jaxdraft.load(tmp_path / "base.gguf", adapter=folder, packed=True)
-    wide = checkpoint(tmp_path / "wide", "llama", merged(stands, tensors, ALPHA / RANK))
+    wide = checkpoint(tmp_path / "wide", "llama", merged(stored, tensors, ALPHA / RANK))
     expected: Any = jaxdraft.load(wide)
     theirs: Any = dict(nnx.iter_modules(expected.target.decoder()))
     packed = set()

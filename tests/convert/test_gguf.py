@@ -228,8 +228,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("arch", LAYOUTS)
 def test_a_file_equals_the_checkpoint_of_its_numbers(arch: str, tmp_path: Path) -> None:
-    stands = write(tmp_path / "model.gguf", arch, numbers(*LAYOUTS[arch]))
-    expected = jaxdraft.load(checkpoint(tmp_path / "wide", arch, stands))
+    originals = write(tmp_path / "model.gguf", arch, numbers(*LAYOUTS[arch]))
+    expected = jaxdraft.load(checkpoint(tmp_path / "wide", arch, originals))
     found = jaxdraft.load(tmp_path / "model.gguf")
     assert found.target.config == expected.target.config  # type: ignore[attr-defined]
     assert found.info == dataclasses.replace(expected.info, name="model.gguf")
@@ -258,13 +258,13 @@ def test_a_packed_file_decodes_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.F32])
 def test_plain_floats(kind: Type, tmp_path: Path) -> None:
-    stands = write(tmp_path / "model.gguf", "llama", numbers(*LAYOUTS["llama"]), plain=kind)
+    originals = write(tmp_path / "model.gguf", "llama", numbers(*LAYOUTS["llama"]), plain=kind)
     model = jaxdraft.load(tmp_path / "model.gguf")
     names = {Type.F16: "float16", Type.BF16: "bfloat16", Type.F32: "float32"}
     target: Any = model.target
     assert target.dtype == names[kind]
     qkv = target.decoder.params["layers"][0]["mixer"]["qkv"]["weight"]
-    query = stands["model.layers.0.self_attn.q_proj.weight"]
+    query = originals["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(qkv[: len(query)], query)
 
 

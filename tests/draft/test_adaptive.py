@@ -57,10 +57,10 @@ class Rule:
         if limit == 0:
             return 0
         best, best_value = 0, 1.0
-        tokens, stands = 1.0, 1.0
+        tokens, accept_prob = 1.0, 1.0
         for n in range(1, K + 1):
-            stands *= self.rate[n - 1]
-            tokens += stands
+            accept_prob *= self.rate[n - 1]
+            tokens += accept_prob
             d = self.drafter
             value = tokens / (1.0 + float(d.round_cost) + n * float(d.draft_cost))
             if value > best_value + 1e-6:

@@ -43,13 +43,13 @@ def random_lattice(seed: int, batch: int = 3) -> Lattice:
 
 def width_in_python(scores: np.ndarray, round_cost: float, draft_cost: float) -> tuple[int, float]:
     """The best n of one row, and by how much it is better than the second best."""
-    previous, stands, tokens = 0, 1.0, 1.0
+    previous, accept_prob, tokens = 0, 1.0, 1.0
     worth = [1.0]
     for k in range(K):
         row = scores[k, previous].astype(np.float64)
         previous = int(row.argmax())
-        stands *= float(np.exp(row - row.max()).max() / np.exp(row - row.max()).sum())
-        tokens += stands
+        accept_prob *= float(np.exp(row - row.max()).max() / np.exp(row - row.max()).sum())
+        tokens += accept_prob
         worth.append(tokens / (1 + round_cost + (k + 1) * draft_cost))
     order = sorted(worth, reverse=True)
     return int(np.argmax(worth)), order[0] - order[1]

@@ -1,4 +1,4 @@
-"""What the tests of published layouts share: folders, their numbers, and comparisons.
+"""Helpers of the tests of published layouts: folders, their numbers, and comparisons.
 
 A folder of ``data`` is a checkpoint as it would be downloaded, tiny and with random weights. Beside
 it lie the numbers of another program in float32 from the same weights: ``golden.npz``. Arrays of a

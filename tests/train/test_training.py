@@ -176,8 +176,8 @@ def test_overlap_is_the_chance_that_a_draft_stands() -> None:
     p /= p.sum()
     q = np.exp(np.asarray(scores[0, 0, 0], np.float64) / 0.7)
     q /= q.sum()
-    stands = sum(q[i] * min(1.0, p[t] / q[i]) for i, t in enumerate(picked.tolist()))
-    np.testing.assert_allclose(found, stands, rtol=1e-5)
+    accept_prob = sum(q[i] * min(1.0, p[t] / q[i]) for i, t in enumerate(picked.tolist()))
+    np.testing.assert_allclose(found, accept_prob, rtol=1e-5)
 
 
 def test_acceptance_by_hand() -> None:
