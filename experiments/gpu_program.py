@@ -237,15 +237,15 @@ def report(folder: Path | None, missing: list[str] | None) -> str:
         before(),
         "### Now\n\nA prefill program is one chunk of a prompt, of 512 rows, with its loop's wait "
         "for the host; at badaa8f the chunk of 128 rows had 24,537 launches and moved 109 GB at "
-        "8,192 positions. Its least bytes are weights and states: what the rows write is not among "
-        "them.",
+        "8,192 positions. Its least bytes are weights and states, without the bytes that the "
+        "rows write.",
         _table(whole),
         "### Now, with the kernels of `jaxdraft.kernels`",
         _table(kernels),
         f"### Cause by cause\n\n{CAUSES}",
         "## Every program with four layers on an H200, bfloat16\n\nA generation is one pass of its "
         "loop over rounds, with the loop's wait for the host. The engine's programs have eight "
-        "requests. Matrices of the layers are packed in the programs that say so.",
+        "requests. Matrices of the layers are packed if a program's name shows it.",
         _table([row for name in PROGRAMS for row in few(name)]),
         "### With kernels",
         _table([row for name in packed for row in few(name, kernels=PALLAS)]),
@@ -261,7 +261,7 @@ def report(folder: Path | None, missing: list[str] | None) -> str:
         if not found:
             continue
         parts.append(f"{card.upper()}, {jnp.dtype(CARDS[card].dtype).name}:\n\n{_table(found)}")
-    parts.append(f"## What that could come to\n\n{estimates(whole, kernels)}")
+    parts.append(f"## Computed times\n\n{estimates(whole, kernels)}")
     if missing:
         parts.append(f"## Not counted\n\nThese programs were left out: {'; '.join(missing)}.")
     return "\n\n".join(parts)

@@ -236,7 +236,7 @@ def parts_of(device: Any) -> dict[str, Part]:
 
 
 def run_parts(parts: dict[str, Part], write: Callable[[str], None], device: str) -> bool:
-    """Run all parts, whatever becomes of the others; return whether everything is right.
+    """Run all parts, even if others fail; return whether everything is right.
 
     Args:
       parts: from :func:`parts_of`.

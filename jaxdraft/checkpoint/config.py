@@ -400,7 +400,7 @@ def _own_json(config: TargetConfig, family: Family) -> Json:
 def _rope_json(config: TargetConfig, family: Family, ropes: Sequence[Rope]) -> Json:
     a, first = config.softmax[0], ropes[0].json()
     json: Json = {"rope_parameters": first}
-    if family.own_tables:  # a kind of layer that there is none of has the other's
+    if family.own_tables:  # a kind without layers has the other's
         json = {"rope_parameters": {FULL: first, SLIDING: ropes[-1].json()}}
     if family.partial:
         first["partial_rotary_factor"] = a.rotary_dim / a.head_dim

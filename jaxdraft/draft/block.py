@@ -293,7 +293,7 @@ class BlockDrafter(DrafterDefaults):
         chex.assert_shape(rows, state.denied.shape)
 
         def free(cache: Any) -> Any:
-            if cache.dense:  # a row keeps its pages, and forgets what they hold
+            if cache.dense:  # a row keeps its pages, but not their content
                 return replace(cache, length=jnp.where(rows, 0, cache.length))
             return paged.release(cache, rows)
 

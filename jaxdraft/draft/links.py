@@ -81,7 +81,7 @@ class Chained(NamedTuple):
 def run_chain(
     drafter: Linked, state: Any, feed: Feed, used: jax.Array, context_length: int
 ) -> Chained:
-    """Draft with a chain in every row that wants drafts and has room for them.
+    """Draft with a chain in every row that may draft and has room for the drafts.
 
     Args:
       drafter: the drafter.

@@ -153,7 +153,7 @@ class BlockLayer(nnx.Module):
 
 
 class BlockBackbone(nnx.Module):
-    """Context path, layers and final norm. Subclasses add what scores pairs of tokens.
+    """Context path, layers and final norm. Subclasses add scores of pairs of tokens.
 
     A subclass whose pair scores are those of the whole vocabulary has :meth:`pair_bias`, too. Only
     such a drafter can be chained.

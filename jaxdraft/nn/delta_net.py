@@ -286,7 +286,7 @@ def _inverses(lower: jax.Array, size: int) -> jax.Array:
 
 
 class DeltaRows(NamedTuple):
-    """What the recurrence reads of T rows."""
+    """Inputs of the recurrence for T rows."""
 
     query: jax.Array  # [B, T, Hk, Dk] float32, normalised and scaled
     key: jax.Array  # [B, T, Hk, Dk] float32, normalised

@@ -73,7 +73,7 @@ class Eagle3(ChainLayer):
         return self.norm(x) if self.config.norm_output else x
 
     def features(self, rows: jax.Array) -> jax.Array:
-        """Return what the head reads, from rows of :meth:`leave` [..., D]."""
+        """Return the input of the head, from rows of :meth:`leave` [..., D]."""
         return rows if self.config.norm_output else self.norm(rows)
 
     def tokens(self, draft_ids: jax.Array) -> jax.Array:

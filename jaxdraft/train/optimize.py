@@ -24,7 +24,7 @@ _MIN_DECAY = 1e-3
 
 @struct.dataclass
 class TrainState:
-    """What a checkpoint holds. The data of step n depend on n alone, so nothing else is needed."""
+    """Content of a checkpoint. The data of step n depend only on n, so no more is needed."""
 
     step: jax.Array  # [] int32, steps taken
     params: Any  # as in Frozen
