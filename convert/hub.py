@@ -328,7 +328,7 @@ def _download(name: HubName, weights: bool) -> Path:
         raise HubError(
             f"revision is {name.revision!r}; {page} has no such branch, tag or commit"
         ) from error
-    # Errors of the HTTP client, whichever package that is, have a base in common with these.
+    # Errors of any HTTP client derive from one of these.
     except (OSError, *errors.HfHubHTTPError.__bases__) as error:
         first = str(error).strip().partition("\n")[0] or "no further words"
         words = f"{page} cannot be downloaded: {type(error).__name__}: {first}"

@@ -54,7 +54,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler wrote down about one program."""
+    """The compiler's output for one program."""
 
     hlo: str  # the optimized module
     thunks: str  # what is launched, in order, with its CUDA graphs and loops

@@ -20,7 +20,7 @@ LARGE = 1_000_000
 """Bytes from which on a copy is counted."""
 
 KEYS = "keys of the attention kernel"
-"""What :data:`Trips` is given for the keys that attention reads, of one request."""
+"""Argument of :data:`Trips` for the keys that attention reads, per request."""
 
 _MOVING = frozenset(
     "parameter bitcast copy transpose convert reshape concatenate pad broadcast constant tuple "
@@ -46,7 +46,7 @@ def _largest(source: str, number: int) -> None:
 
 @dataclass
 class Counts:
-    """What a program does, once."""
+    """Counts of one run of a program."""
 
     launches: int = 0  # kernels and copies
     graphs: int = 0  # CUDA graphs started by the host

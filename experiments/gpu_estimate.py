@@ -1,4 +1,4 @@
-"""How fast could a round be on a GPU? A model of three numbers, and what it gives: no measurement.
+"""How fast could a round be on a GPU? Times from a model of three numbers, not measured.
 
 The time of a round is taken to be its bytes over the rate at which the card copies, plus a cost per
 launch, plus a cost per wait of the host. The three costs are assumptions, stated below; nothing of

@@ -62,7 +62,7 @@ class Instruction:
 
     @cached_property
     def bytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         return shape_bytes(self.shape)
 
     def attribute(self, key: str) -> str | None:
@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often a loop's body runs, where the compiler knows."""
+        """Number of runs of a loop's body, if the compiler knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
         return int(found.group(1)) if found else None
 

@@ -461,9 +461,9 @@ def _least(
 
 
 def _least_prefill(target: DecoderTarget, drafter: Drafter, chunk: int, length: int) -> int:
-    """What :func:`_least` says, of a chunk of a prompt: without heads, and no block is run.
+    """Return :func:`_least` for a chunk of a prompt, which runs no head and no block.
 
-    Of a block drafter a chunk reads what makes keys and values of the target's rows.
+    Of a block drafter it reads only weights that make keys and values of the target's rows.
     """
     total = _least(target, None, chunk, length) - _size(target.decoder.params["head"])
     if isinstance(drafter, BlockDrafter):

@@ -1,4 +1,4 @@
-"""What do the programs do on a GPU? Compiled for one here, where there is none.
+"""What do the programs do on a GPU? They are compiled without a GPU.
 
     JAX_PLATFORMS=cpu python experiments/gpu_program.py                      # writes the result
     JAX_PLATFORMS=cpu python experiments/gpu_program.py verify --lines 20    # prints one program

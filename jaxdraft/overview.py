@@ -89,7 +89,7 @@ def overview(
     drafter: str | Path | None = None,
     revision: str | None = None,
 ) -> Overview:
-    """Compute what a model takes in several forms, and how many tokens fit.
+    """Compute the memory of a model in several forms, and how many tokens fit.
 
     Example: ``jaxdraft.overview("Qwen/Qwen3-4B").fits[1].tokens["24GB"]``, in bfloat16.
 

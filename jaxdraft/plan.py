@@ -1,4 +1,4 @@
-"""How much of a model fits in a memory: :mod:`jaxdraft.budget` for a model or a folder.
+"""Memory plan of a model: :mod:`jaxdraft.budget` for a model or a folder.
 
 Host code. Nothing is allocated: a folder is read without its weights.
 """

@@ -194,7 +194,7 @@ def _delta(
     scale: _Scale,
     problems: Problems,
 ) -> Delta | None:
-    """Return the change of one matrix, or report what is wrong with it."""
+    """Return the change of one matrix, or report its problems."""
     where = f"lora_A and lora_B of {name.removesuffix('.weight')}"
     if not {"A", "B"} <= parts.keys():
         problems.report(WEIGHTS, where, f"{sorted(parts)} alone", "both")

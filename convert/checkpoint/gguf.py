@@ -23,7 +23,7 @@ from jaxdraft.checkpoint.layout import Entry, target_layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How files of an architecture differ from the checkpoints that they were made from.
+    """Differences of an architecture's files from the checkpoints that they were made from.
 
     Attributes:
       model_type: ``model_type`` of the checkpoint.

@@ -57,7 +57,7 @@ _SPECIAL = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How quantized matrices are stored.
+    """A storage of quantized matrices.
 
     Attributes:
       layout: names and shapes of the tensors; see :mod:`convert.checkpoint.packings`.
@@ -82,7 +82,7 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """How the matrices of a checkpoint may be stored in few bits."""
+    """Allowed storage of the quantized matrices of a checkpoint."""
 
     schemes: tuple[Scheme, ...]
 

@@ -57,7 +57,7 @@ class Kind(IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How a text is split before bytes are merged.
+    """A rule for splitting a text before bytes are merged.
 
     Attributes:
       pattern: regular expression of the pieces; None: that of GPT-2.

@@ -38,7 +38,7 @@ _SQUARE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How a matrix is stored.
+    """The storage of a matrix.
 
     Attributes:
       floats: whether values are float8 e4m3; otherwise integers.

@@ -92,7 +92,7 @@ SLIDING = "sliding"
 Parameters = Mapping[ParameterPath, Any]
 
 Schemes = dict[str, Scheme]
-"""How packed matrices are stored, by the name of their module."""
+"""Storage of packed matrices, by the name of their module."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class Capsule:
     update: jax.Array  # [B, T, Hv, Dv] float32, beta * (v - S^T k)
     rows: jax.Array  # [B, T, channels], pre-convolution
     implementation: str = struct.field(pytree_node=False, default="xla")
-    """How it is committed: see :mod:`jaxdraft.kernels`."""
+    """Implementation of its commit; see :mod:`jaxdraft.kernels`."""
 
 
 @struct.dataclass
