@@ -29,6 +29,7 @@ from jaxdraft.checks import check_int
 from jaxdraft.config import BlockDrafterConfig, KvShape
 from jaxdraft.draft.block_chain import Chain, chain
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
+from jaxdraft.draft.links import leading
 from jaxdraft.draft.sampled import sampled_walk
 from jaxdraft.draft.wrapper import check_numbers
 from jaxdraft.guard import needed
@@ -383,11 +384,13 @@ class BlockDrafter(DrafterDefaults):
         lattice = found = None
         if config.chained:
             found, rows = self._chain(state, anchor, feed.draw, jnp.any(drafts))
-            finite = found.finite
+            usable = leading(found.finite)
         else:
             lattice, rows = self._lattice(state, anchor, jnp.any(drafts))
             finite = jnp.all(jnp.isfinite(lattice.scores), axis=(1, 2, 3))
-        reason = _unless(reason, ~finite, NoDraft.NONFINITE).astype(jnp.int32)
+            usable = jnp.where(finite, self.draft_tokens, 0)
+        limit = jnp.minimum(limit, usable)
+        reason = _unless(reason, usable == 0, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         if lattice is not None:
             tokens, support = self._choose(lattice, length, feed.draw)

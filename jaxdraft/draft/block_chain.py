@@ -28,7 +28,7 @@ class Chain:
     """Drafts that were chosen one after another."""
 
     tokens: jax.Array  # [B, K] int32
-    finite: jax.Array  # [B] bool: the best score of every step is finite
+    finite: jax.Array  # [B, K] bool: the best score of each step is finite
     support: Support | None  # None: each draft is the best token of its step
 
     @classmethod
@@ -38,7 +38,7 @@ class Chain:
         if candidates is not None:
             wide = (batch, drafts, candidates)
             support = Support(jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-        return cls(jnp.zeros((batch, drafts), jnp.int32), jnp.ones((batch,), bool), support)
+        return cls(jnp.zeros((batch, drafts), jnp.int32), jnp.ones((batch, drafts), bool), support)
 
 
 def chain(
@@ -82,4 +82,4 @@ def chain(
     # Written out: a loop would end a CUDA graph.
     _, (tokens, finite, support) = lax.scan(step, start, steps, unroll=True)
     support = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), support)
-    return Chain(jnp.swapaxes(tokens, 0, 1), jnp.all(finite, axis=0), support)
+    return Chain(jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(finite, 0, 1), support)

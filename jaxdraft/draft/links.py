@@ -30,7 +30,7 @@ class Links:
     hidden: jax.Array | None  # [B, D], the row that the next pass reads; None: only the token
     token: jax.Array  # [B] int32, the token that the next pass reads
     tokens: jax.Array  # [B, K] int32, the drafts so far
-    finite: jax.Array  # [B] bool: all scores so far were finite
+    finite: jax.Array  # [B, K] bool: the scores of each pass were finite; True before it
     support: Support | None
     trust: jax.Array | None  # [B, K] float32, largest probability of each pass; 1 before it
 
@@ -103,9 +103,9 @@ def run_chain(
     reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
     limit = jnp.where(state.denied, 0, limit)
     links = chain(drafter, state, feed.anchor, limit, feed.draw)
-    failed = (limit > 0) & ~links.finite
+    length, passes = jnp.minimum(limit, leading(links.finite)), limit
+    failed = (limit > 0) & (length == 0)
     reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
-    length, passes = jnp.where(links.finite, limit, 0), limit
     if links.trust is not None:
         trusted = jnp.sum(_trusted(drafter, links), axis=1, dtype=jnp.int32)
         passes = jnp.minimum(limit, trusted + 1)
@@ -115,6 +115,21 @@ def run_chain(
     kept = jnp.arange(drafter.draft_tokens, dtype=jnp.int32)[None] < length[:, None]
     proposal = Proposal(jnp.where(kept, links.tokens, NO_TOKEN), length, support=links.support)
     return Chained(state, links, limit, proposal, DraftInfo(reason, jnp.max(passes, initial=0)))
+
+
+def leading(finite: jax.Array) -> jax.Array:
+    """Return the number of drafts before the first whose scores are not finite, [B] int32.
+
+    The scores of a pass depend on the drafts before it. So the drafts before a pass that fails are
+    kept: if a failure took them away, drawn drafts would decide whether they are verified, and
+    sampling would not be exact.
+
+    Example: scores finite, finite, not, finite leave two drafts.
+
+    Args:
+      finite: [B, K] bool.
+    """
+    return jnp.sum(jnp.cumprod(finite.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def _trusted(drafter: Linked, links: Links) -> jax.Array:
@@ -220,7 +235,7 @@ def no_links(
         hidden=hidden,
         token=anchor.astype(jnp.int32),
         tokens=jnp.full(shape, NO_TOKEN, jnp.int32),
-        finite=jnp.ones(shape[:1], bool),
+        finite=jnp.ones(shape, bool),
         support=support,
         trust=None if confidence is None else jnp.ones(shape, jnp.float32),
     )
@@ -267,7 +282,7 @@ def with_draft(
         links,
         token=token,
         tokens=links.tokens.at[:, number].set(token),
-        finite=links.finite & (jnp.isfinite(top) | ~drafts),
+        finite=links.finite.at[:, number].set(jnp.isfinite(top) | ~drafts),
         support=support,
         trust=trust,
     )

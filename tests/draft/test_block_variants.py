@@ -13,7 +13,7 @@ import pytest
 
 import jaxdraft
 from jaxdraft import Model, Sampling, generate, stream
-from jaxdraft.base import Draw, Feed, Proposal, Truncation
+from jaxdraft.base import Draw, Feed, NoDraft, Proposal, Truncation
 from jaxdraft.budget import Mixed
 from jaxdraft.checkpoint import save
 from jaxdraft.config import AttentionConfig
@@ -258,6 +258,20 @@ WRONG = [
 def test_descriptions_that_cannot_be(changes: dict[str, Any], message: str, target: Any) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_drafter(target, "dspark", **changes)
+
+
+def test_a_failing_step_leaves_the_drafts_before_it(target: Any) -> None:
+    """Drawn drafts must not decide whether they are verified."""
+    made = tiny_drafter(target, **{**VARIANTS["gated"], "chained": True})
+    state, clean, _ = made.step(made.init(1, 64), feed_of(made))
+    drafts = np.asarray(clean.tokens)[0].tolist()
+    assert drafts[0] != 7, "the step after the anchor is to succeed"
+    params = dict(made.backbone.params)
+    params["markov_w1"] = params["markov_w1"].at[drafts[0]].set(jnp.nan)
+    bad = dataclasses.replace(made, backbone=Frozen(params, made.backbone.structure))
+    _, proposal, info = bad.propose(state, feed_of(made))
+    assert proposal.length.tolist() == [1] and info.reason.tolist() == [NoDraft.DRAFTED]
+    assert int(proposal.tokens[0, 0]) == drafts[0]
 
 
 def test_a_chain_has_no_other_path(target: Any) -> None:

@@ -308,6 +308,25 @@ def test_a_non_finite_row_fails_alone() -> None:
     np.testing.assert_array_equal(proposal.tokens[::2], clean.tokens[::2])
 
 
+def test_a_failing_pass_leaves_the_drafts_before_it() -> None:
+    """A pass fails because of the draft before it. If that draft were withdrawn, it would be
+    emitted too rarely, or too often, where drafts are drawn."""
+    tokens, hidden = material(4)
+    text = feed(tokens, hidden, 12, 0)
+    state = ingest(head(), head().init(ROWS, SIZE), text)
+    clean = head().propose(state, text)[1]
+    first = int(clean.tokens[1, 0])
+    assert first != 7, "the anchor's pass is to succeed"
+    bad = replace(head(), embedding=head().embedding.at[first].set(jnp.nan))
+    _, proposal, info = bad.propose(state, text)
+    assert info.reason.tolist() == [NoDraft.DRAFTED] * 3
+    hits = np.asarray(clean.tokens) == first  # of a pass that is followed by one that fails
+    expected = [int(row.argmax()) + 1 if row.any() else K for row in hits]
+    assert expected[1] == 1 and proposal.length.tolist() == expected
+    for row, length in enumerate(expected):
+        np.testing.assert_array_equal(proposal.tokens[row, :length], clean.tokens[row, :length])
+
+
 def test_the_rotary_table_ends_the_chain() -> None:
     """Ten positions: passes at 8 and 9 are the last; then no drafts, and nothing in their place."""
     short = tiny_mtp(tiny_target(), context_length=10)
