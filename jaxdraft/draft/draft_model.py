@@ -166,10 +166,17 @@ class DraftModel(DrafterDefaults):
     ) -> DraftModelState | None:
         """Continue rows whose first ``length`` [B] positions are already in their pages.
 
+        The last of them waits: it may have waited when the pages were kept, and not be in them.
+
         Returns None if a row has state outside its pages: recurrent states, or a window.
         """
-        model = self.model.skip(state.model, tokens, length)
-        return None if model is None else replace(state, model=model, length=length)
+        waits = length > 0
+        model = self.model.skip(state.model, tokens, length - waits.astype(jnp.int32))
+        if model is None:
+            return None
+        last = jnp.maximum(length - 1, 0)[:, None]
+        pending = jnp.take_along_axis(tokens, last, axis=1, mode="clip")[:, 0]
+        return replace(state, model=model, pending=pending, waits=waits, length=length)
 
     def with_row_statistics(self, state: DraftModelState, statistics: Any) -> DraftModelState:
         """Discard the uncommitted rows: a restored row may lie on other pages."""
@@ -210,7 +217,9 @@ class DraftModel(DrafterDefaults):
         line = jnp.concatenate([state.pending[:, None], text], axis=1)
         first = 1 - waits + known
         window = jnp.take_along_axis(line, first[:, None] + place, axis=1, mode="clip")
-        runs = jnp.where(jnp.any(unseen > 1), jnp.minimum(unseen, steps), 0)
+        # Not in a row that brings nothing: a step of other rows may not bind it to its pages.
+        unseen_now = jnp.where(count > 0, unseen, 0)
+        runs = jnp.where(jnp.any(unseen_now > 1), jnp.minimum(unseen_now, steps), 0)
 
         def run(model: DecoderState) -> DecoderState:
             return replace(self._read(model, window, runs), capsules=capsules)

@@ -60,6 +60,48 @@ def test_in_an_engine() -> None:
     assert summary.accepted == summary.evaluated > 20
 
 
+def test_another_turn_in_an_engine() -> None:
+    """The last token of a turn may wait for its pass, and is not in the pages that are kept."""
+    model = Model.of(small(), DraftModel(small(), VOCAB, 3))
+    sizes = Buckets(rows=(1,), chunks=(8,), columns=(8,), plain=True)
+    with Engine(model, max_batch=1, page_size=8, context=64, chunk=8, buckets=sizes) as engine:
+        for length in range(6, 10):  # rounds of four tokens end at, before and after the last
+            first = engine.submit([*range(1, 8)], max_new_tokens=length)
+            list(engine.run())
+            text = [*range(1, 8), *first.tokens, 5, 6]
+            engine.extend(first, [5, 6], max_new_tokens=9)
+            list(engine.run())
+            assert first.tokens[-9:] == drafts_of(small(), text, 9)
+        summary = engine.summary()
+    assert summary.accepted == summary.evaluated > 20
+
+
+def test_the_last_token_of_kept_pages_may_be_missing() -> None:
+    made = DraftModel(small(), VOCAB, K)
+    tokens = jnp.asarray([[5, 9, 11, 30, 2, 8, 17, 40]], jnp.int32)
+    state = made.ingest(made.init_pool(1, pages=4, page_size=8), feed(tokens, 7, 0))
+    state = made.ingest(state, feed(tokens[:, 7:], 1, 7))
+    assert state.waits.tolist() == [True], "position 7 has no keys yet"
+    later = made.skip(made._restart(state, jnp.ones((1,), bool)), tokens, jnp.asarray([8]))
+    assert later is not None
+    asks = feed(tokens, 0, 8)
+    (one, proposal, _), (two, same, _) = made.propose(state, asks), made.propose(later, asks)
+    np.testing.assert_array_equal(proposal.tokens, same.tokens)
+    np.testing.assert_array_equal(one.model.pool.keys[0], two.model.pool.keys[0])
+    assert proposal.tokens[0].tolist() == drafts_of(small(), [*tokens[0].tolist(), 7], K)
+
+
+def test_a_row_that_brings_nothing_runs_nothing() -> None:
+    """In an engine such a row may not be bound to its pages, and what it writes is lost."""
+    made = DraftModel(small(), VOCAB, K)
+    tokens = jnp.arange(3 * SIZE, dtype=jnp.int32).reshape(3, SIZE)
+    state = made.ingest(made.init(3, 64), feed(tokens, [0, 1, 0], 0))
+    assert state.waits.tolist() == [False, True, False]
+    state = made.ingest(state, feed(tokens, [4, 0, 0], [0, 1, 0]))
+    assert state.waits.tolist() == [False, True, False]
+    assert state.model.length.tolist() == [4, 0, 0]
+
+
 def feed(tokens: Any, count: Any, first: Any, anchor: Any = 7, limit: Any = K) -> Feed:
     rows = len(tokens)
 
