@@ -179,7 +179,7 @@ def test_the_bytes_of_added_tokens_are_what_the_decoder_writes() -> None:
 
 @pytest.mark.parametrize("name", ["ctc", "word ends", "replaced across tokens"])
 def test_decoders_that_stop_strings_cannot_follow_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="stop strings need another tokenizer"):
+    with pytest.raises(ValueError, match="stop strings cannot be used with this tokenizer"):
         TEXTS[name].stop_table(["x"], 16)
 
 

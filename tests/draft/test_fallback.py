@@ -195,7 +195,7 @@ def test_by_name_and_with_another_number_of_drafts() -> None:
     assert out.stats.accepted_at.shape == (1, 2)
     with pytest.raises(ValueError, match=r"drafter 'dspark' is unknown.*joined by a plus"):
         model.choose("ngram+dspark")
-    with pytest.raises(ValueError, match="this Scripted has 3 and no other"):
+    with pytest.raises(ValueError, match="the K of this Scripted is fixed at 3"):
         fixed = scripted(np.random.default_rng(0), 3, None)
         model.choose(FallbackDrafter(NgramDrafter(), fixed), 2)
 

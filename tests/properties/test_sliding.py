@@ -213,7 +213,9 @@ def test_a_fixed_batch_past_the_end_of_its_rings() -> None:
 
 
 def test_more_rows_than_the_ring_was_made_for_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"6 rows at once; .* window of 8 was made for 5"):
+    with pytest.raises(
+        ValueError, match=r"6 rows are written at once; .* window of 8 has room for 5"
+    ):
         target().forward(random_tokens(0, ROWS + 1), each(1), pooled())
 
 

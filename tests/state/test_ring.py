@@ -226,7 +226,9 @@ def test_a_row_takes_pages_as_it_grows_and_never_more_than_its_ring() -> None:
 
 def test_too_many_rows_at_once_are_refused() -> None:
     rows = jnp.zeros((BATCH, ROWS + 1, HEADS, DIM))
-    with pytest.raises(ValueError, match="5 rows at once.*20 slots.*window of 9.*made for 4"):
+    with pytest.raises(
+        ValueError, match="5 rows are written.*20 slots.*window of 9 has room for 4"
+    ):
         ring.put(target_rings(4), 0, rows, rows, jnp.zeros((BATCH,), jnp.int32))
 
 
