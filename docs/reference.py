@@ -49,6 +49,13 @@ def name_types(module: str) -> None:
             constructor.__annotations__ = typing.get_type_hints(value)
 
 
+def resolve_names(module: str) -> None:
+    """Import the public names that a module imports when they are first used."""
+    found = importlib.import_module(module)
+    for name in getattr(found, "__all__", ()):
+        setattr(found, name, getattr(found, name))
+
+
 def main() -> None:
     """Write the pages and print how many there are."""
     (out,) = map(Path, sys.argv[1:])
@@ -56,6 +63,7 @@ def main() -> None:
     pdoc.render.configure(docformat="google", show_source=False)
     names = specifications()
     for module in walk_specs(names):
+        resolve_names(module)
         name_types(module)
     pdoc.pdoc(*names, output_directory=out)
     print(out / "index.html")

@@ -308,12 +308,16 @@ def _replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return lambda data: data.replace(old, new, 1)
 
 
+COUNT = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"x", 9, 0, 2**60)
+"""One entry, "x": a list of 2^60 bytes, none of which is there."""
+
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "magic": (_replaced(b"GGUF", b"GGML"), "magic: found b'GGML', expected b'GGUF'"),
     "version": (lambda d: d[:4] + struct.pack("<I", 1) + d[8:], "version: found 1, expected 2 or"),
     "endian": (lambda d: d[:4] + struct.pack(">I", 3) + d[8:], "version: found big-endian numbers"),
     "short": (lambda d: d[:-64], "in a file of"),
     "header": (lambda d: d[:600], "header: found"),
+    "count": (lambda d: COUNT, "header: found"),
     "empty": (lambda d: b"", "header: found 0 bytes, expected a GGUF file"),
     "architecture": (_replaced(b"llama", b"mamba"), "found 'mamba', expected llama or qwen2 or q"),
     "name": (_replaced(b"blk.0.ffn_up", b"blk.0.ffn_xx"), "up_proj.weight: found nothing, expect"),
