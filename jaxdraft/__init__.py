@@ -29,6 +29,7 @@ from jaxdraft.draft import lattice
 from jaxdraft.draft.adaptive import AdaptiveDrafter
 from jaxdraft.draft.confident import ConfidentDrafter
 from jaxdraft.draft.fallback import FallbackDrafter
+from jaxdraft.draft.history import HistoryDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
 from jaxdraft.generate import Event, Output, Scored, generate, score, stream
@@ -68,6 +69,7 @@ __all__ = [
     "Event",
     "FallbackDrafter",
     "Feed",
+    "HistoryDrafter",
     "Lattice",
     "LoadWarning",
     "Logprobs",

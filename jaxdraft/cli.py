@@ -21,6 +21,7 @@ from jaxdraft.cli_options import (
     DraftTokensOption,
     DTypeOption,
     Folder,
+    HistoryOption,
     JsonOption,
     KernelsOption,
     MaxBatchOption,
@@ -31,6 +32,7 @@ from jaxdraft.cli_options import (
     friendly,
     load_model,
     notes,
+    with_history,
 )
 from jaxdraft.compiling import CompileClock, keep_programs
 from jaxdraft.data import EMBEDDED
@@ -182,6 +184,7 @@ def generate_command(
     draft_limit: Annotated[
         int | None, typer.Option(min=0, help="Maximum number of drafts per round.")
     ] = None,
+    history: HistoryOption = None,
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
     kernels: KernelsOption = None,
@@ -225,7 +228,7 @@ def generate_command(
             model,
             [ids],
             max_new_tokens=max_new_tokens,
-            drafter=drafter,
+            drafter=with_history(model, drafter, history),
             draft_tokens=draft_tokens,
             draft_limit=draft_limit,
             sampling=None if greedy else sampling,

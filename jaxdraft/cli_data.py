@@ -17,6 +17,7 @@ from jaxdraft.cli_options import (
     DrafterOption,
     DraftTokensOption,
     DTypeOption,
+    HistoryOption,
     KernelsOption,
     RevisionOption,
     TokensOption,
@@ -24,6 +25,7 @@ from jaxdraft.cli_options import (
     friendly,
     load_model,
     notes,
+    with_history,
 )
 from jaxdraft.data import EMBEDDED
 from jaxdraft.engine import Engine
@@ -71,6 +73,7 @@ def map_command(
     context: ContextOption = None,
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
+    history: HistoryOption = None,
     dtype: DTypeOption = None,
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
@@ -102,7 +105,7 @@ def map_command(
             max_batch=max_batch,
             memory=int(memory) if memory is not None and memory.isdecimal() else memory,
             context=context,
-            drafter=drafter,
+            drafter=with_history(loaded, drafter, history),
             draft_tokens=draft_tokens,
         )
         try:

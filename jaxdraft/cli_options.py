@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text as Styled
 
+from jaxdraft.base import Drafter
+from jaxdraft.draft.fallback import FallbackDrafter
+from jaxdraft.draft.history import HistoryDrafter
 from jaxdraft.load import load, locate, locate_drafter
 from jaxdraft.model import Model
+from jaxdraft.prompts import encode
 
 console = Console()
 notes = Console(stderr=True)
@@ -51,6 +56,14 @@ ContextOption = Annotated[
 ]
 PageSizeOption = Annotated[
     int | None, typer.Option(help="Slots per page; default: the artifact's, else 256.")
+]
+HistoryOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--history",
+        help="Text, or answers of map (.jsonl), to look drafts up in before the drafter drafts; "
+        "may be repeated.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 BlockedOption = Annotated[
@@ -108,6 +121,38 @@ def load_model(
 
         model = load(home, dtype=dtype, progress=progress, drafter=chosen, **how)
         return model, before + plus + (model.info.drafter if own else last)
+
+
+def with_history(model: Model, drafter: str, files: list[Path] | None) -> str | Drafter:
+    """Return a drafter that first looks into files, or the given name if there are none.
+
+    Args:
+      model: model whose tokenizer reads the files.
+      drafter: name of the drafter; with "none" the files alone are looked up.
+      files: texts, or answers of ``jaxdraft map``.
+
+    Raises:
+      ValueError: a file is not of that form, or the model has no tokenizer.
+    """
+    if not files:
+        return drafter
+    documents = [ids for file in files for ids in _documents(model, file)]
+    history = HistoryDrafter.of(documents)
+    return history if drafter == "none" else FallbackDrafter(history, model.choose(drafter))
+
+
+def _documents(model: Model, file: Path) -> list[list[int]]:
+    """Return the documents of a file: the outputs in answers of ``map``, or all of a text."""
+    if file.suffix != ".jsonl":
+        return [encode(model, file.read_text("utf-8"))]
+    found: list[list[int]] = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            answer = json.loads(line)
+            found += [one["tokens"] for one in answer.get("samples", [answer])]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}, line {number}, is not an answer of jaxdraft map") from error
+    return found
 
 
 @contextmanager

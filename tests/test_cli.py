@@ -230,3 +230,20 @@ def test_map_answers_a_file_and_continues(tmp_path: Path) -> None:
     assert other.exit_code == 2 and "key was 0 and is 1" in " ".join(other.output.split())
     missing = runner.invoke(app, ["map", str(tmp_path / "none"), "--out", str(out)])
     assert missing.exit_code == 2 and "is not a file" in " ".join(missing.output.split())
+
+
+def test_drafts_are_looked_up_in_files(tmp_path: Path) -> None:
+    text, answers = tmp_path / "text.py", tmp_path / "answers.jsonl"
+    text.write_text('def main(argv):\n        """Return the header of the heap."""\n')
+    answers.write_text('{"line": 1, "tokens": [5, 6, 7]}\n{"samples": [{"tokens": []}]}\n')
+    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "12"]
+    command += ["--drafter", "none"]
+    plain = runner.invoke(app, command)
+    found = runner.invoke(app, [*command, "--history", str(text), "--history", str(answers)])
+    assert found.exit_code == 0, found.output
+    one, two = (re.split(r"\n[\d.]+ tokens/s", r.stdout)[0] for r in (plain, found))
+    assert one == two and "by position" in found.stdout and "by position" not in plain.stdout
+    answers.write_text('{"line": 1}\n')
+    wrong = runner.invoke(app, [*command, "--history", str(answers)])
+    words = " ".join(wrong.output.split())
+    assert wrong.exit_code == 2 and "line 1, is not an answer of jaxdraft map" in words

@@ -44,11 +44,7 @@ class NgramDrafter(DrafterDefaults):
     draft_tokens: int = struct.field(pytree_node=False, default=7)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                f"n-grams of {self.min_ngram}..{self.max_ngram} tokens; expected "
-                "1 <= min_ngram <= max_ngram"
-            )
+        check_ngrams(self.min_ngram, self.max_ngram)
 
     @property
     def declines(self) -> bool:
@@ -79,11 +75,7 @@ class NgramDrafter(DrafterDefaults):
         neither has a hole; so does a row that outgrows its capacity.
         """
         committed = needed(self, "tokens", feed.tokens, None)
-        brings = feed.count > 0
-        fresh = brings & (feed.first_position == 0)
-        follows = fresh | (feed.first_position == state.length)
-        intact = fresh | (state.intact & (follows | ~brings))
-        count = jnp.where(intact, feed.count, 0)
+        count, intact = continued(state.length, state.intact, feed)
         batch, size = state.tokens.shape
         step = jnp.arange(committed.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
@@ -111,15 +103,54 @@ class NgramDrafter(DrafterDefaults):
         end = end.astype(jnp.int32)
         found = jnp.max(matched, axis=1) >= self.min_ngram
 
-        wants = feed.wants_draft & (feed.limit > 0)
-        reason = jnp.select(
-            [~wants, ~state.intact, ~found],
-            [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.NO_MATCH],
-            NoDraft.DRAFTED,
-        ).astype(jnp.int32)
+        reason = lookup_reason(feed, state.intact, found)
         limit = jnp.minimum(jnp.minimum(feed.limit, self.draft_tokens), state.length - end)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         step = jnp.arange(self.draft_tokens, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(text, end[:, None] + 1 + step, axis=1, mode="clip")
         tokens = jnp.where(step < length[:, None], tokens, NO_TOKEN)
         return state, Proposal(tokens, length), DraftInfo(reason, jnp.zeros((), jnp.int32))
+
+
+def check_ngrams(shortest: int, longest: int) -> None:
+    """Check the lengths of the suffixes that a lookup tries.
+
+    Raises:
+      ValueError: they are not 1 <= shortest <= longest.
+    """
+    if not 1 <= shortest <= longest:
+        raise ValueError(
+            f"n-grams of {shortest}..{longest} tokens; expected 1 <= min_ngram <= max_ngram"
+        )
+
+
+def continued(length: jax.Array, intact: jax.Array, feed: Feed) -> tuple[jax.Array, jax.Array]:
+    """Return how many of a feed's tokens continue each row, and whether the row has no hole.
+
+    Tokens must follow the ``length`` [B] ingested ones, or start again at position 0.
+
+    Args:
+      length: [B] int32, tokens ingested so far.
+      intact: [B] bool, rows without a hole so far.
+      feed: the committed rows.
+    """
+    brings = feed.count > 0
+    fresh = brings & (feed.first_position == 0)
+    follows = fresh | (feed.first_position == length)
+    intact = fresh | (intact & (follows | ~brings))
+    return jnp.where(intact, feed.count, 0), intact
+
+
+def lookup_reason(feed: Feed, intact: jax.Array, found: jax.Array) -> jax.Array:
+    """Return the ``NoDraft`` [B] of a lookup.
+
+    Args:
+      feed: the request for drafts.
+      intact: [B] bool, rows without a hole.
+      found: [B] bool, rows whose end was found.
+    """
+    return jnp.select(
+        [~(feed.wants_draft & (feed.limit > 0)), ~intact, ~found],
+        [NoDraft.UNWANTED, NoDraft.HOLE, NoDraft.NO_MATCH],
+        NoDraft.DRAFTED,
+    ).astype(jnp.int32)

@@ -21,6 +21,7 @@ import jaxdraft
 from jaxdraft import (
     ConfidentDrafter,
     FallbackDrafter,
+    HistoryDrafter,
     Model,
     NgramDrafter,
     Sampling,
@@ -119,6 +120,19 @@ def test_drafts_of_two_drafters() -> None:
     how = {"temperature": 1.2}
     p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
     assert p > LIMIT and distance < 1.25, (p, distance)
+
+
+HISTORY = HistoryDrafter.of(
+    np.random.default_rng(0).integers(0, VOCAB, (8, 30)).tolist(), min_ngram=1, draft_tokens=3
+)
+
+
+def test_drafts_from_other_texts() -> None:
+    """Alone, and before a drafter whose drafts are drawn."""
+    for drafter in (HISTORY, FallbackDrafter(replace(HISTORY, min_ngram=2), DRAFTER)):
+        how = {"temperature": 1.2}
+        p, distance = chi_square(outputs(drafter, Sampling(**how)), exactly(how))
+        assert p > LIMIT and distance < 1.25, (p, distance)
 
 
 NARROW = AttentionConfig(heads=1, kv_heads=1, head_dim=4, rotary_dim=4, scale=0.5)
@@ -308,6 +322,31 @@ def test_a_residual_of_the_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(verify, "_rejected_mass", one_late)
     drafter = Fresh(DRAFTER.candidates, DRAFTER.scores)
+    p, _ = chi_square(outputs(drafter, Sampling()), exactly({}))
+    assert p < LIMIT
+
+
+def test_a_lookup_whose_drafts_count_as_drawn_is_found() -> None:
+    """They are certain: a q of one half accepts them too often, and draws others too rarely."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Drawn(HistoryDrafter):
+        def propose(self, state: Any, feed: Feed) -> Any:
+            state, proposal, info = super().propose(state, feed)
+            tokens = jnp.stack([proposal.tokens, (proposal.tokens + 1) % VOCAB], axis=-1)
+            half = jnp.full(tokens.shape, 0.5, jnp.float32)
+            return state, replace(proposal, support=Support(tokens, half)), info
+
+        def tree_flatten(self) -> Any:
+            return (self.text, self.ends, self.latest, self.groups), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
+            return cls(*leaves, min_ngram=1, draft_tokens=3)
+
+    drafter = Drawn.tree_unflatten(
+        None, (HISTORY.text, HISTORY.ends, HISTORY.latest, HISTORY.groups)
+    )
     p, _ = chi_square(outputs(drafter, Sampling()), exactly({}))
     assert p < LIMIT
 
