@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from jaxdraft import cli_options as cli_options
     from jaxdraft import compiling as compiling
     from jaxdraft import demo as demo
+    from jaxdraft import evaluation as evaluation
     from jaxdraft import tables as tables
     from jaxdraft import testing as testing
     from jaxdraft import train as train
@@ -112,6 +113,7 @@ _SUBMODULES = (
     "compiling",
     "demo",
     "devices",
+    "evaluation",
     "tables",
     "testing",
     "train",

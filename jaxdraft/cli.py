@@ -1,4 +1,4 @@
-"""``jaxdraft inspect | plan | generate | map | save | bench | demo``."""
+"""``jaxdraft inspect | plan | generate | map | eval | save | bench | demo``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import typer
 from rich.text import Text as Styled
 
-from jaxdraft.cli_data import map_command
+from jaxdraft.cli_data import eval_command, map_command
 from jaxdraft.cli_options import (
     BlockedOption,
     ContextOption,
@@ -358,6 +358,7 @@ def demo(
 
 
 app.command("map")(map_command)
+app.command("eval")(eval_command)
 
 # --------------------------------------------------------------------------- parts
 

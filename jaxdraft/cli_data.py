@@ -1,7 +1,8 @@
-"""Commands over data sets: ``jaxdraft map``."""
+"""Commands over data sets: ``jaxdraft map | eval``."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from jaxdraft.cli_options import (
     DrafterOption,
     DraftTokensOption,
     DTypeOption,
+    Folder,
     HistoryOption,
     KernelsOption,
     RevisionOption,
@@ -117,6 +119,54 @@ def map_command(
             notes.print("interrupted; the same command continues")
             raise typer.Exit(130) from None
     _report(done, out)
+
+
+def eval_command(
+    folder: Folder,
+    tasks: Annotated[str, typer.Option(help="Tasks or groups of lm-eval, with commas between.")],
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples per task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.")] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder with tasks of your own, in YAML.")
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="Apply the chat template to the prompts.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for all results, JSON.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = MAX_BATCH,
+    context: ContextOption = None,
+    drafter: DrafterOption = "auto",
+    draft_tokens: DraftTokensOption = None,
+    history: HistoryOption = None,
+    dtype: DTypeOption = None,
+    revision: RevisionOption = None,
+    blocked: BlockedOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Run tasks of lm-eval-harness (extra eval), and print their table."""
+    from jaxdraft.evaluation import LM, evaluate
+    from jaxdraft.evaluation.harness import check_installed
+
+    with friendly():
+        check_installed()  # before a model is loaded
+        how = dict(blocked=blocked, kernels=kernels)
+        loaded, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
+        model = LM(
+            loaded,
+            drafter=with_history(loaded, drafter, history),
+            draft_tokens=draft_tokens,
+            batch_size=max_batch,
+            max_length=context,
+        )
+        found, table = evaluate(
+            model,
+            [task.strip() for task in tasks.split(",")],
+            include_path=None if include_path is None else str(include_path),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat,
+        )
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+    print(table)
 
 
 def _report(done: MapSummary, out: Path) -> None:

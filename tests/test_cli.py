@@ -247,3 +247,9 @@ def test_drafts_are_looked_up_in_files(tmp_path: Path) -> None:
     wrong = runner.invoke(app, [*command, "--history", str(answers)])
     words = " ".join(wrong.output.split())
     assert wrong.exit_code == 2 and "line 1, is not an answer of jaxdraft map" in words
+
+
+def test_eval_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxdraft.evaluation.harness.INSTALLED", False)
+    result = runner.invoke(app, ["eval", str(FIRST_FAMILY), "--tasks", "arc_easy"])
+    assert result.exit_code == 2 and "pip install 'jaxdraft[eval]'" in result.output
