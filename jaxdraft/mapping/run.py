@@ -17,7 +17,6 @@ from jaxdraft.checks import check_int
 from jaxdraft.engine import Engine, Request
 from jaxdraft.mapping.answers import Answers
 from jaxdraft.mapping.lines import Line, check_line, check_options, numbered, parse
-from jaxdraft.model import Model
 from jaxdraft.requests import Options
 from jaxdraft.sampling import Sampling
 
@@ -264,9 +263,9 @@ def _record(engine: Engine, common: Options, count: int, digest: str) -> dict[st
     return dict(
         form=_FORM,
         prompts=digest,
-        model=_identity(engine.model),
+        model=f"{engine.model.info.name} {_identity(engine.model.target)}",
         # Drafts change sampled tokens, though not their distribution.
-        drafter=f"{type(drafter).__name__} of {drafter.draft_tokens}",
+        drafter=f"{type(drafter).__name__} of {drafter.draft_tokens}, {_identity(drafter)}",
         context=engine.context,
         n=count,
         **options,
@@ -287,15 +286,15 @@ def _plain(value: Any) -> Any:
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
 
-def _identity(model: Model) -> str:
-    """Return the name of a model with a sha256 of the shapes and first numbers of its weights."""
-    arrays = [leaf for leaf in jax.tree.leaves(model.target) if hasattr(leaf, "dtype")]
+def _identity(part: Any) -> str:
+    """Return a sha256 of the shapes and first numbers of the arrays of a target or a drafter."""
+    arrays = [leaf for leaf in jax.tree.leaves(part) if hasattr(leaf, "dtype")]
     arrays = [a for a in arrays if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)]
     found = hashlib.sha256()
     for leaf, first in zip(arrays, jax.device_get(_firsts(arrays)), strict=True):
         found.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
         found.update(np.asarray(first).tobytes())
-    return f"{model.info.name} {found.hexdigest()[:16]}"
+    return found.hexdigest()[:16]
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdraft import Engine, FallbackDrafter, Feed, HistoryDrafter, Model, NoDraft, generate
+from jaxdraft.compiling import CompileClock
 from jaxdraft.testing import TableTarget, assert_lossless
 from tests.draft.test_ngram import feed
 from tests.examples import first
@@ -169,9 +170,15 @@ def test_a_second_time_needs_few_rounds(seed: int) -> None:
         assert end == len(text)
     both = FallbackDrafter(empty.with_text(texts[:1]), model.choose("ngram", 5))
     assert_lossless(model, both, prompts, max_new_tokens=24)
-    with Engine(model, drafter=both, max_batch=2, page_size=8, context=64) as engine:
-        assert [r.tokens for r in engine.map(prompts, max_new_tokens=24)] == plain.ids()
-        engine.check()
+    compiled = []
+    more = empty.with_text([[11] * 9]).with_text(texts[:1])  # the same drafts, so the same steps
+    for drafter in (both, FallbackDrafter(more, both.second)):
+        with Engine(model, drafter=drafter, max_batch=2, page_size=8, context=64) as engine:
+            with CompileClock() as clock:
+                assert [r.tokens for r in engine.map(prompts, max_new_tokens=24)] == plain.ids()
+            compiled.append(clock.seconds)
+            engine.check()
+    assert compiled[0] > 0 and compiled[1] == 0, "another engine with more text compiles nothing"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,12 @@ def test_other_prompts_and_other_weights_are_refused(
     changed = Engine(model, max_batch=4, context=64, page_size=8)
     with pytest.raises(ValueError, match="model was .* and is"):
         map_file(changed, *whole, **RULES)
+    # Sampled tokens depend on the drafter, too; the number of rows changes nothing.
+    sizes: dict[str, Any] = dict(max_batch=3, context=64, page_size=8)
+    drafter = TableDrafter(jax.numpy.ones((VOCAB, 1), "int32"))
+    with pytest.raises(ValueError, match="drafter was .* and is"):
+        map_file(Engine(engine.model, drafter=drafter, **sizes), *whole, **RULES)
+    assert map_file(Engine(engine.model, **sizes), *whole, **RULES).kept == 8
 
 
 def test_files_of_other_origin_are_left_alone(engine: Engine, tmp_path: Path) -> None:
