@@ -8,14 +8,18 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
-from jaxdraft import EMBEDDED, demo
+from jaxdraft import EMBEDDED, Model, demo
 from jaxdraft.cli import app
 from jaxdraft.cli_options import load_model
 from jaxdraft.demo import QUESTIONS
+from jaxdraft.testing import TableTarget
+from jaxdraft.text import Text
 from tests.paths import FIRST_FAMILY, artifact
+from tests.tiny_tokenizers import byte_level
 
 runner = CliRunner()
 
@@ -212,16 +216,25 @@ def test_a_drafter_of_the_embedded_model_is_loaded_by_its_name(kind: str) -> Non
 # --------------------------------------------------------------------------- map
 
 
-def test_map_answers_a_file_and_continues(tmp_path: Path) -> None:
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any folder is a table of 260 tokens, whose programs compile fast."""
+    target = TableTarget.random(jax.random.key(0), 260)
+    model = Model.of(target, text=Text(tokenizer=byte_level()))
+    for module in ("cli", "cli_data"):
+        monkeypatch.setattr(f"jaxdraft.{module}.load_model", lambda *_, **how: (model, "none"))
+
+
+def test_map_answers_a_file_and_continues(tiny: None, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text('{"prompt": "def main(argv):\\n"}\n{"prompt": [5, 6, 7], "id": "b"}\n')
-    command = ["map", str(prompts), "--out", str(out), "--model", str(FIRST_FAMILY), "-n", "4"]
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": [5, 6, 7], "id": "b"}\n')
+    command = ["map", str(prompts), "--out", str(out), "--model", "any", "-n", "12"]
     command += ["--max-batch", "2", "--context", "64"]
     result = runner.invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "2 answers" in result.stdout and "2 of 2 prompts" in result.stderr
     answers = {a["line"]: a for a in map(json.loads, out.read_text().splitlines())}
-    assert len(answers[1]["tokens"]) == 4 and answers[2]["id"] == "b"
+    assert len(answers[1]["tokens"]) == 12 and answers[2]["id"] == "b"
     whole = out.read_bytes()
     out.write_bytes(whole[:-9])
     again = runner.invoke(app, command)
@@ -230,21 +243,17 @@ def test_map_answers_a_file_and_continues(tmp_path: Path) -> None:
     assert other.exit_code == 2 and "key was 0 and is 1" in " ".join(other.output.split())
     missing = runner.invoke(app, ["map", str(tmp_path / "none"), "--out", str(out)])
     assert missing.exit_code == 2 and "is not a file" in " ".join(missing.output.split())
-
-
-def test_drafts_are_looked_up_in_files(tmp_path: Path) -> None:
-    text, answers = tmp_path / "text.py", tmp_path / "answers.jsonl"
-    text.write_text('def main(argv):\n        """Return the header of the heap."""\n')
-    answers.write_text('{"line": 1, "tokens": [5, 6, 7]}\n{"samples": [{"tokens": []}]}\n')
-    command = ["generate", str(FIRST_FAMILY), "--prompt", "def main(argv):\n", "-n", "12"]
-    command += ["--drafter", "none"]
+    # The answers, and a text, as places to look drafts up in.
+    text = tmp_path / "text.txt"
+    text.write_text("any text")
+    command = ["generate", "any", "--prompt", "ab", "-n", "12"]
     plain = runner.invoke(app, command)
-    found = runner.invoke(app, [*command, "--history", str(text), "--history", str(answers)])
+    found = runner.invoke(app, [*command, "--history", str(text), "--history", str(out)])
     assert found.exit_code == 0, found.output
     one, two = (re.split(r"\n[\d.]+ tokens/s", r.stdout)[0] for r in (plain, found))
     assert one == two and "by position" in found.stdout and "by position" not in plain.stdout
-    answers.write_text('{"line": 1}\n')
-    wrong = runner.invoke(app, [*command, "--history", str(answers)])
+    out.write_text('{"line": 1}\n')
+    wrong = runner.invoke(app, [*command, "--history", str(out)])
     words = " ".join(wrong.output.split())
     assert wrong.exit_code == 2 and "line 1, is not an answer of jaxdraft map" in words
 
