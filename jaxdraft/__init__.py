@@ -41,6 +41,7 @@ from jaxdraft.overview import Overview, overview
 from jaxdraft.plan import Plan, plan
 from jaxdraft.rounds import Logprobs, Rules
 from jaxdraft.sampling import Sampling
+from jaxdraft.sharding import Placement, ShardingError, shard, unshard
 from jaxdraft.telemetry import Stats, Summary, summarize
 
 if TYPE_CHECKING:
@@ -81,12 +82,14 @@ __all__ = [
     "NoDraft",
     "Output",
     "Overview",
+    "Placement",
     "Plan",
     "Proposal",
     "Request",
     "Rules",
     "Sampling",
     "Scored",
+    "ShardingError",
     "Stats",
     "Status",
     "Summary",
@@ -100,8 +103,10 @@ __all__ = [
     "overview",
     "plan",
     "score",
+    "shard",
     "stream",
     "summarize",
+    "unshard",
     "with_kernels",
 ]
 

@@ -36,7 +36,10 @@ from jax.typing import DTypeLike
 from jaxdraft.sizes import PREFILL_CHUNK
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jaxdraft.budget import DrafterCost
+    from jaxdraft.sharding.placement import Placement
 
 NO_PAGE = 2**30
 """Page id that means "no page". It lies past every pool, so
@@ -296,6 +299,11 @@ class TargetDefaults:
         return PREFILL_CHUNK
 
     @property
+    def placement(self) -> Placement | None:
+        """The mesh that the target is divided over; None by default: it is on one device."""
+        return None
+
+    @property
     def head(self) -> Head | None:
         """Separate head, so that a prompt of many chunks runs it only once.
 
@@ -438,6 +446,12 @@ def full_target(target: Target) -> FullTarget:
     if isinstance(target, TargetDefaults):
         return cast(FullTarget, target)
     return cast(FullTarget, _Completed(target, TargetDefaults))
+
+
+def mesh_of(target: Target) -> Mesh | None:
+    """Return the mesh that a target is divided over; None: it is on one device."""
+    placement = full_target(target).placement
+    return None if placement is None else placement.mesh
 
 
 def full_drafter(drafter: Drafter) -> FullDrafter:

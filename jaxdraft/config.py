@@ -191,6 +191,7 @@ class MoeConfig:
       bias: whether all projections of the experts have a bias.
       limit: 0 for experts of ``silu(gate) * up``; else bound of gate and up in the activation
         ``(clip(up, -limit, limit) + 1) * g * sigmoid(1.702 * g)``, ``g = min(gate, limit)``.
+      shards: number of devices that ``hidden`` is divided over; see :mod:`jaxdraft.nn.fused`.
     """
 
     experts: int
@@ -201,6 +202,7 @@ class MoeConfig:
     router_bias: bool = False
     bias: bool = False
     limit: float = 0.0
+    shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

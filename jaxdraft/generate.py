@@ -19,8 +19,9 @@ from jax import lax
 
 from jaxdraft import guard, rounds
 from jaxdraft import prompts as given
-from jaxdraft.base import NO_TOKEN, Drafter, Status, Target
+from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_target, mesh_of
 from jaxdraft.devices import prompt_chunk
+from jaxdraft.meshes import set_in_rows, traced_for
 from jaxdraft.model import Model
 from jaxdraft.plan import check_batch
 from jaxdraft.prompts import Prompts, host, traced
@@ -282,6 +283,23 @@ def _generate(
     logprobs: int | None,
 ) -> Output:
     """Run the prefill, then rounds until every row is done."""
+    placement = full_target(target).placement
+    with traced_for(mesh_of(target)):
+        out = _whole(target, drafter, tokens, lengths, rules, new_tokens, chunk, trace, logprobs)
+    return out if placement is None else placement.everywhere(out)
+
+
+def _whole(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rules: Rules,
+    new_tokens: int,
+    chunk: int,
+    trace: bool,
+    logprobs: int | None,
+) -> Output:
     Carry = tuple[RoundState, jax.Array, Trace | None, Logprobs | None]
     state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, chunk, logprobs)
     batch = tokens.shape[0]
@@ -320,16 +338,17 @@ def _start(
     """Prefill into buffers with room for the output."""
     size = tokens.shape[1]
     room = jnp.pad(tokens, ((0, 0), (0, new_tokens)))
-    return rounds.prefill(
-        target,
-        drafter,
-        room,
-        lengths,
-        rules,
-        capacity=size + new_tokens,
-        chunk=chunk,
-        logprobs=logprobs,
-    )
+    with traced_for(mesh_of(target)):
+        return rounds.prefill(
+            target,
+            drafter,
+            room,
+            lengths,
+            rules,
+            capacity=size + new_tokens,
+            chunk=chunk,
+            logprobs=logprobs,
+        )
 
 
 _start_program = functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "logprobs"))(
@@ -345,7 +364,8 @@ def _round_program(
     rules: Rules,
     logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
-    return rounds.round(target, drafter, state, rules, logprobs=logprobs)
+    with traced_for(mesh_of(target)):
+        return rounds.round(target, drafter, state, rules, logprobs=logprobs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -366,10 +386,7 @@ def _append(collected: Logprobs | None, info: RoundInfo, start: jax.Array) -> Lo
     step = jnp.arange(info.logprobs.token.shape[1], dtype=jnp.int32)[None]
     size = collected.token.shape[1]
     place = jnp.where(step < info.emitted[:, None], start[:, None] + step, size)
-    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-    return jax.tree.map(
-        lambda x, new: x.at[row, place].set(new, mode="drop"), collected, info.logprobs
-    )
+    return jax.tree.map(lambda x, new: set_in_rows(x, place, new), collected, info.logprobs)
 
 
 _append_program = jax.jit(_append)
@@ -388,6 +405,15 @@ _output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_o
 
 @jax.jit
 def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
+    placement = full_target(target).placement
+    if placement is not None:
+        rows = placement.rows_axis(tokens.shape[0])
+        tokens, lengths = (placement.constrain(x, rows) for x in (tokens, lengths))
+    with traced_for(mesh_of(target)):
+        return _scored(target, tokens, lengths)
+
+
+def _scored(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
     batch, size = tokens.shape
     chunk = min(size, PREFILL_CHUNK)
     padded = given.pad(tokens, size + -size % chunk)

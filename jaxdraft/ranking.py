@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdraft.meshes import along_last
+
 _GROUP = 64
 """Size of the groups of logits in :func:`best_token`."""
 
@@ -33,6 +35,24 @@ def best_token(logits: jax.Array) -> jax.Array:
     Example, groups of 2: of [1 5 | 5 2] the maxima are [5 5], the first group wins, and in it
     place 1.
     """
+    return along_last(_best_of_part, logits)
+
+
+def _best_of_part(logits: jax.Array, axis: str | None) -> jax.Array:
+    """Compute :func:`best_token`, of logits that are divided over the devices of ``axis``."""
+    best = _best_here(logits)
+    if axis is None:
+        return best
+    value = jnp.take_along_axis(logits, best[..., None], axis=-1)
+    # In the order of the devices, so ties go to the lowest id.
+    values = lax.all_gather(jnp.where(jnp.isnan(value), jnp.inf, value), axis, axis=-1, tiled=True)
+    ids = best[..., None] + lax.axis_index(axis).astype(jnp.int32) * logits.shape[-1]
+    ids = lax.all_gather(ids, axis, axis=-1, tiled=True)
+    winner = jnp.argmax(values, axis=-1, keepdims=True)
+    return jnp.take_along_axis(ids, winner, axis=-1)[..., 0]
+
+
+def _best_here(logits: jax.Array) -> jax.Array:
     vocab = logits.shape[-1]
     if vocab < _MANY:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -54,6 +74,8 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     Ties go to the lowest place, and a NaN counts as more than infinity. Elsewhere than on CPUs no
     more than a few thousand scores are ever sorted, whatever X is: see :func:`_best_places`.
 
+    On a mesh every device finds the largest of its part, and the largest of these are gathered.
+
     The barriers keep XLA from merging a slice of the results into the top-k. Otherwise it
     would not recognise that only ``count`` entries are needed, and would sort all of them. One
     barrier per result: over both at once XLA ends the process when the scores lie on several
@@ -64,16 +86,33 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       count: static, at most X.
     """
 
+    values, index = along_last(functools.partial(_largest_of_part, count), scores, least=count)
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
+
+
+def _largest_of_part(
+    count: int, scores: jax.Array, axis: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Compute :func:`largest_first`, of scores that are divided over the devices of ``axis``."""
+    values, index = _largest_here(scores, count)
+    if axis is None:
+        return values, index
+    index = index + lax.axis_index(axis).astype(jnp.int32) * scores.shape[-1]
+    # In the order of the devices, so ties go to the lowest place.
+    values, index = (lax.all_gather(x, axis, axis=-1, tiled=True) for x in (values, index))
+    values, best = lax.top_k(values, count)
+    return values, jnp.take_along_axis(index, best, axis=-1)
+
+
+def _largest_here(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     def plain(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, index = lax.top_k(scores, count)
         return values, index
 
     if count <= _FEW or scores.shape[-1] < _MANY:
-        values, index = plain(scores)
-    else:
-        lines = functools.partial(_in_lines, count=count)
-        values, index = lax.platform_dependent(scores, cpu=plain, default=lines)
-    return lax.optimization_barrier(values), lax.optimization_barrier(index)
+        return plain(scores)
+    lines = functools.partial(_in_lines, count=count)
+    return lax.platform_dependent(scores, cpu=plain, default=lines)
 
 
 def _in_lines(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -28,6 +28,7 @@ from jaxdraft.base import (
     full_drafter,
     full_target,
 )
+from jaxdraft.meshes import set_in_rows
 from jaxdraft.ranking import largest_first
 from jaxdraft.sampling import History, SamplingRules
 from jaxdraft.stop_strings import StopText
@@ -121,6 +122,10 @@ def prefill(
         size=size,
         draft_tokens=drafter.draft_tokens,
     )
+    placement = full_target(target).placement
+    if placement is not None:
+        state = placement.state(state, batch)
+        tokens, lengths, rules = placement.state((tokens, lengths, rules), batch)
     state = replace(
         state, status=jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
     )
@@ -190,9 +195,7 @@ def read(
     batch, size = state.tokens.shape
     step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     place = jnp.where(step < count[:, None], state.length[:, None] + step, size)
-    text = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
-        tokens, mode="drop"
-    )
+    text = set_in_rows(state.tokens, place, tokens)
     last = jnp.maximum(count - 1, 0)
     out = guard.forward(target, tokens, count, state.target, last)
     zeros = jnp.zeros((batch,), jnp.int32)
@@ -420,9 +423,7 @@ def _emit(
     position = jnp.where(
         place < count[:, None], state.length[:, None] + place, state.tokens.shape[1]
     )
-    tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], position].set(
-        window_tokens, mode="drop"
-    )
+    tokens = set_in_rows(state.tokens, position, window_tokens)
     length, emitted = state.length + count, state.emitted + count
     stop = jnp.where(at(by_id, where), Status.STOP, Status.STOP_STRING)
     status = jnp.where(stopped, stop, _limits(verdict, length, emitted, rules))

@@ -15,6 +15,7 @@ from jaxdraft.config import TargetConfig
 from jaxdraft.nn import delta_net
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import BlockedLinear, Embedding, Frozen, add_blocks, fits_blocks
+from jaxdraft.sharding.placement import Placement
 from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
 from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.decoder import DecoderState
@@ -30,6 +31,8 @@ class DecoderTarget:
     decoder: Frozen[Decoder]
     config: TargetConfig = struct.field(pytree_node=False)
     dtype: jnp.dtype = struct.field(pytree_node=False)
+    placement: Placement | None = struct.field(pytree_node=False, default=None)
+    """The mesh that the decoder is divided over; None: it is on one device."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> DecoderTarget:
@@ -83,7 +86,20 @@ class DecoderTarget:
             capacity=paged.room(capacity, PREFILL_CHUNK),
         )
         sliding = self._rings(Ring.zeros, capacity, page_size=paged.CHUNK, batch=batch)
-        return DecoderState(pool, self.init_recurrent(batch), sliding=sliding)
+        return self._placed(DecoderState(pool, self.init_recurrent(batch), sliding=sliding))
+
+    def _placed(self, state: DecoderState) -> DecoderState:
+        """Return an empty state, divided over the mesh if there is one."""
+        if self.placement is None:
+            return state
+        place, net, parts = self.placement, self.config.delta_net, self.placement.parts
+        divided = net is not None and not (net.key_heads % parts or net.value_heads % parts)
+        return dataclasses.replace(
+            state,
+            pool=place.pages(state.pool),
+            sliding=None if state.sliding is None else place.pages(state.sliding),
+            recurrent=tuple(place.recurrent(layer, divided) for layer in state.recurrent),
+        )
 
     def init_pool(
         self, batch: int, *, pages: int, page_size: int, columns: int, rows: int = PREFILL_CHUNK
@@ -115,7 +131,7 @@ class DecoderTarget:
             batch=batch,
             rows=rows,
         )
-        return DecoderState(pool, self.init_recurrent(batch), sliding=sliding)
+        return self._placed(DecoderState(pool, self.init_recurrent(batch), sliding=sliding))
 
     def _rings(
         self,

@@ -10,6 +10,7 @@ from flax import struct
 
 from jaxdraft.base import NO_TOKEN, DrafterDefaults, DraftInfo, Feed, NoDraft, Proposal
 from jaxdraft.guard import needed
+from jaxdraft.meshes import set_in_rows
 
 
 @struct.dataclass
@@ -76,12 +77,10 @@ class NgramDrafter(DrafterDefaults):
         """
         committed = needed(self, "tokens", feed.tokens, None)
         count, intact = continued(state.length, state.intact, feed)
-        batch, size = state.tokens.shape
+        size = state.tokens.shape[1]
         step = jnp.arange(committed.shape[1], dtype=jnp.int32)[None]
         place = jnp.where(step < count[:, None], feed.first_position[:, None] + step, size)
-        tokens = state.tokens.at[jnp.arange(batch, dtype=jnp.int32)[:, None], place].set(
-            committed, mode="drop"
-        )
+        tokens = set_in_rows(state.tokens, place, committed)
         length = jnp.where(count > 0, feed.first_position + count, state.length)
         return NgramState(tokens, length, intact & (length < size))
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxdraft.base import MASKED
 from jaxdraft.config import FULL_ATTENTION, AttentionConfig
 from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import Linear, along_last, precision, soft_cap
 from jaxdraft.nn.norm import RMSNorm
 from jaxdraft.nn.rope import rotate
@@ -426,6 +427,10 @@ class Attention(nnx.Module):
     """The projections around :func:`attend` in a decoder layer, causal, one fused input product."""
 
     implementation = XLA
+    shards = 1
+    """Number of devices that the heads are divided over; see :mod:`jaxdraft.nn.fused`."""
+    copies = 1
+    """Number of copies of every key/value head, for devices that share one."""
 
     def __init__(
         self,
@@ -467,7 +472,7 @@ class Attention(nnx.Module):
         mixed = self.qkv(x)
         if c.bias:
             mixed = mixed + along_last(self.qkv_bias[...], mixed)
-        q, k, v = jnp.split(mixed, (c.query_rows, c.query_rows + c.kv_rows), axis=-1)
+        q, k, v = split(mixed, (c.query_rows, c.kv_rows, c.kv_rows), self.shards)
         gate = None
         q = q.reshape(batch, steps, c.heads, -1)
         if c.gated:  # every head's rows are [query, gate]

@@ -19,7 +19,9 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import BlockDrafterConfig, ConvConfig
 from jaxdraft.kernels import XLA
+from jaxdraft.meshes import whole_channels
 from jaxdraft.nn.attention import attend
+from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import Linear, Table, matmul, soft_cap
 from jaxdraft.nn.mlp import Mlp
 from jaxdraft.nn.norm import RMSNorm
@@ -73,6 +75,10 @@ class BlockLayer(nnx.Module):
     """One layer of the backbone."""
 
     implementation = XLA
+    shards = 1
+    """Number of devices that the heads are divided over; see :mod:`jaxdraft.nn.fused`."""
+    copies = 1
+    """Number of copies of every key/value head, for devices that share one."""
 
     def __init__(self, config: BlockDrafterConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         a = config.attention
@@ -95,8 +101,9 @@ class BlockLayer(nnx.Module):
         """Return normed, rotated keys and values [B, T, G, H] of rows [B, T, D]."""
         a = self.config.attention
         batch, steps, _ = rows.shape
-        kv = self.kv(rows).reshape(batch, steps, 2, a.kv_heads, a.head_dim)
-        return rotate(self.k_norm(kv[:, :, 0]), cos, sin), kv[:, :, 1]
+        both = split(self.kv(rows), (a.kv_rows, a.kv_rows), self.shards)
+        k, v = (x.reshape(batch, steps, a.kv_heads, a.head_dim) for x in both)
+        return rotate(self.k_norm(k), cos, sin), v
 
     def __call__(
         self,
@@ -225,7 +232,7 @@ class BlockBackbone(nnx.Module):
           aux: [B, T, A], the target's auxiliary states.
           positions: [B, T] int32.
         """
-        rows = self.hidden_norm(self.fc(aux))
+        rows = self.hidden_norm(whole_channels(self.fc(whole_channels(aux))))
         cos, sin = self.rotary.at(positions)
         pairs = [layer.keys_values(rows, cos, sin) for layer in self.layers]
         return tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
@@ -250,6 +257,7 @@ class BlockBackbone(nnx.Module):
         positions = first_position[:, None] + steps[None]
         cos, sin = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
+            x = whole_channels(x)
             x = layer(x, positions, cos, sin, context(i))
         first = config.first_row
         return self.norm(x[:, first : first + config.draft_tokens])

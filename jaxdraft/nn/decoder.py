@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.base import TargetOutput
 from jaxdraft.config import TargetConfig
+from jaxdraft.meshes import whole_channels
 from jaxdraft.nn.attention import Attention, attend
 from jaxdraft.nn.delta_net import DeltaNet
 from jaxdraft.nn.linear import Embedding, Linear, matmul, soft_cap
@@ -58,6 +59,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """[B, T, D] -> [B, T, D]. ``mix`` runs the mixer over the state, which is the caller's."""
+        x = whole_channels(x)
         y = mix(x if self.norms == "post" else self.input_norm(x))
         x = x + (y if self.norms == "pre" else self.mixer_norm(y))
         y = self.mlp(x if self.norms == "post" else self.post_norm(x))
@@ -135,8 +137,10 @@ class Decoder(nnx.Module):
             x = layer(x, functools.partial(mix, i))
         taps[len(self.layers)] = x
         wanted = self.config.taps
-        aux = jnp.concatenate([taps[i] for i in wanted], axis=-1) if wanted else None
-        return self.norm(x), aux
+        aux = None
+        if wanted:
+            aux = whole_channels(jnp.concatenate([taps[i] for i in wanted], axis=-1))
+        return self.norm(whole_channels(x)), aux
 
     def __call__(
         self,

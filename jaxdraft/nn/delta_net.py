@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.config import DeltaNetConfig
 from jaxdraft.kernels import PALLAS, XLA
+from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import Linear, matmul
 from jaxdraft.nn.norm import gated_rms_norm, l2_normalize
 from jaxdraft.state import recurrent as states
@@ -308,19 +309,24 @@ class Weights(NamedTuple):
 
 
 def prepare(
-    config: DeltaNetConfig, weights: Weights, mixed: jax.Array, ba: jax.Array, conv: jax.Array
+    config: DeltaNetConfig,
+    weights: Weights,
+    mixed: jax.Array,
+    ba: jax.Array,
+    conv: jax.Array,
+    shards: int = 1,
 ) -> DeltaRows:
     """Convolve, normalise and gate: compute all inputs of the recurrence of a :func:`window`."""
     c = config
     batch, steps, _ = mixed.shape
-    stream, z = mixed[..., : c.channels], mixed[..., c.channels :]
-    b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
+    stream, z = split(mixed, (c.channels, c.value_rows), shards)
+    b, a = split(ba.astype(jnp.float32), (c.value_heads, c.value_heads), shards)
     row = (1, 1, c.value_heads)
     decay = weights.decay_scale.reshape(row) * jax.nn.softplus(a + weights.dt_bias.reshape(row))
-    both, v = jnp.split(_convolve(weights, conv, stream), (2 * c.key_rows,), axis=-1)
+    both, v = split(_convolve(weights, conv, stream), (2 * c.key_rows, c.value_rows), shards)
     # Queries and keys in one, since that is one launch on GPUs.
     both = l2_normalize(both.reshape(batch, steps, 2 * c.key_heads, c.key_dim))
-    q, k = jnp.split(both, 2, axis=2)
+    q, k = split(both, (c.key_heads, c.key_heads), shards, axis=2)
     q = q * c.key_dim**-0.5
     v = v.reshape(batch, steps, c.value_heads, c.value_dim).astype(jnp.float32)
     gate = z.reshape(batch, steps, c.value_heads, c.value_dim)
@@ -334,6 +340,7 @@ def window(
     ba: jax.Array,
     conv: jax.Array,
     state: jax.Array,
+    shards: int = 1,
 ) -> tuple[jax.Array, Capsule]:
     """Run T rows from the input projections to the gated norm.
 
@@ -344,11 +351,12 @@ def window(
       ba: [B, T, 2 * Hv], rates and decays.
       conv: [B, W - 1, channels], the last committed pre-convolution rows, oldest first.
       state: [B, Hv, Dk, Dv] float32.
+      shards: number of devices for which rows and channels are ordered.
 
     Returns:
       [B, T, Hv * Dv], and the capsule from which any prefix of the rows can be committed.
     """
-    row = prepare(config, weights, mixed, ba, conv)
+    row = prepare(config, weights, mixed, ba, conv, shards)
     out, update = delta_rule(row.query, row.key, row.value, row.log_decay, row.beta, state)
     out = gated_rms_norm(out.astype(mixed.dtype), weights.norm_weight, row.gate, config.norm_eps)
     return out.reshape(*out.shape[:2], config.value_rows), Capsule(
@@ -388,6 +396,8 @@ class DeltaNet(nnx.Module):
     """A gated delta-net layer over T rows: projections, convolution, recurrence, gated norm."""
 
     implementation = XLA
+    shards = 1
+    """Number of devices that the heads are divided over; see :mod:`jaxdraft.nn.fused`."""
 
     def __init__(self, width: int, config: DeltaNetConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -429,7 +439,7 @@ class DeltaNet(nnx.Module):
                     self.config, weights, mixed, rates, conv, state, xla=_window_of_rates
                 )
                 return self.out(out), capsule
-        out, capsule = window(self.config, weights, mixed, self.ba(x), conv, state)
+        out, capsule = window(self.config, weights, mixed, self.ba(x), conv, state, self.shards)
         return self.out(out), capsule
 
     @property
@@ -445,7 +455,7 @@ class DeltaNet(nnx.Module):
 
     def project(self, x: jax.Array, conv: jax.Array) -> DeltaRows:
         """Return all inputs of the recurrence for rows [B, T, D]; see :meth:`__call__`."""
-        return prepare(self.config, self.weights, self.qkvz(x), self.ba(x), conv)
+        return prepare(self.config, self.weights, self.qkvz(x), self.ba(x), conv, self.shards)
 
     def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         """Gated norm and output projection: [B, T, Hv, Dv] -> [B, T, D]."""

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdraft.config import Eagle3Config
+from jaxdraft.meshes import whole_channels
 from jaxdraft.nn.attention import Attention
 from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.linear import Embedding, Linear, Table
@@ -56,7 +57,7 @@ class Eagle3(ChainLayer):
             taps = jnp.split(aux, config.taps, axis=-1)
             normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
             aux = jnp.concatenate(normed, axis=-1)
-        return self.fc(aux)
+        return whole_channels(self.fc(whole_channels(aux)))
 
     def enter(self, embedded: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See :meth:`ChainLayer.enter`; ``hidden`` is from :meth:`fuse` or :meth:`leave`."""

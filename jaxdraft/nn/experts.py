@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdraft.config import MoeConfig
 from jaxdraft.kernels.form import Form
+from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import Packed, PackedMatrix, check_arrays
 from jaxdraft.nn.product import precision
@@ -94,8 +95,9 @@ def run_experts(
     )
 
 
-def activate(config: MoeConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return ``silu(gate) * up``; with a limit, gpt-oss's clamped form of it."""
+def activate(config: MoeConfig, both: jax.Array) -> jax.Array:
+    """[..., 2 I] -> [..., I]: ``silu(gate) * up``; with a limit, gpt-oss's clamped form of it."""
+    gate, up = split(both, (both.shape[-1] // 2,) * 2, config.shards)
     if not config.limit:
         return jax.nn.silu(gate) * up
     gate = jnp.minimum(gate, config.limit)
@@ -116,8 +118,7 @@ def all_experts(
     inner = jnp.einsum("eid,td->eti", experts.gate_up, rows, precision=exact)
     if experts.gate_up_bias is not None:
         inner = inner + experts.gate_up_bias[:, None]
-    gate, up = jnp.split(inner, 2, axis=-1)
-    active = activate(config, gate, up) * weight.T[..., None].astype(rows.dtype)
+    active = activate(config, inner) * weight.T[..., None].astype(rows.dtype)
     out = jnp.einsum("edi,eti->td", experts.down, active, precision=exact)
     if experts.down_bias is None:
         return out
@@ -168,8 +169,8 @@ def chosen_experts(
         return summed.astype(rows.dtype)  # [R k, X]
 
     repeated = jnp.repeat(rows, chosen.shape[1], axis=0)
-    gate, up = jnp.split(product(experts.gate_up, experts.gate_up_bias, repeated), 2, axis=-1)
-    each = product(experts.down, experts.down_bias, activate(config, gate, up))  # [R k, D]
+    active = activate(config, product(experts.gate_up, experts.gate_up_bias, repeated))
+    each = product(experts.down, experts.down_bias, active)  # [R k, D]
     each = each.reshape(*chosen.shape, -1).astype(jnp.float32)
     return jnp.sum(each * share[..., None], axis=1).astype(rows.dtype)
 
@@ -239,8 +240,7 @@ def _one_expert(config: MoeConfig, rows: jax.Array, expert: Experts) -> jax.Arra
     inner = matmul(rows, expert.gate_up)
     if expert.gate_up_bias is not None:
         inner = inner + expert.gate_up_bias[None]
-    gate, up = jnp.split(inner, 2, axis=-1)
-    out = matmul(activate(config, gate, up), expert.down)
+    out = matmul(activate(config, inner), expert.down)
     return out if expert.down_bias is None else out + expert.down_bias[None]
 
 

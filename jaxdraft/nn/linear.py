@@ -272,10 +272,13 @@ class Structure:
     of a few hundred variables would take longer to hash than a small step takes to run.
     """
 
-    __slots__ = ("_hash", "graphdef")
+    __slots__ = ("_hash", "graphdef", "whole")
 
-    def __init__(self, graphdef: Any):
+    def __init__(self, graphdef: Any, whole: Structure | None = None):
+        """graphdef: from ``nnx.split``. whole: on a mesh, the structure of the same module on one
+        device."""
         self.graphdef = graphdef
+        self.whole = whole
         self._hash = hash(graphdef)
 
     def __hash__(self) -> int:

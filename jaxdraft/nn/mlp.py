@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxdraft.config import Activation, MlpConfig, MoeConfig
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.nn.experts import Experts, PackedExperts, run_experts
+from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import Linear, along_last, matrix
 from jaxdraft.nn.packed import multiply
 
@@ -27,6 +28,8 @@ class Mlp(nnx.Module):
     """``down(activation(gate(x)) * up(x))``, gate and up in one product."""
 
     implementation = XLA
+    shards = 1
+    """Number of devices that the hidden width is divided over; see :mod:`jaxdraft.nn.fused`."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Mlp(nnx.Module):
         both = self.gate_up(x)
         if self.bias:
             both = both + along_last(self.gate_up_bias[...], both)
-        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = split(both, (both.shape[-1] // 2,) * 2, self.shards)
         y = self.down(ACTIVATIONS[self.activation](gate) * up)
         return y + along_last(self.down_bias[...], y) if self.bias else y
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdraft.config import MtpConfig
+from jaxdraft.meshes import whole_channels
 from jaxdraft.nn.attention import Attention
 from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.nn.linear import Linear
@@ -42,7 +43,7 @@ class Mtp(ChainLayer):
             self.embedding_norm(embedded.astype(dtype)),
             self.hidden_norm(hidden.astype(dtype)),
         ]
-        x = self.fc(jnp.concatenate(pair, axis=-1))
+        x = whole_channels(self.fc(whole_channels(jnp.concatenate(pair, axis=-1))))
         return x, self.input_norm(x)
 
     def leave(self, residual: jax.Array, mixed: jax.Array) -> jax.Array:

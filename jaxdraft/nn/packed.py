@@ -48,6 +48,7 @@ from jax.typing import DTypeLike
 
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels.form import Form
+from jaxdraft.meshes import on_a_mesh
 from jaxdraft.nn.product import multiply_dense, precision, product_in_halves
 
 Arrays = Mapping[str, Any]
@@ -242,7 +243,7 @@ def _product_by_blocks(
     """
     height = max(1, _AT_ONCE // max(1, form.inputs) // form.rows) * form.rows
     count = form.outputs // height
-    if count < 2:
+    if count < 2 or on_a_mesh():  # a loop over outputs would gather them
         return _product_in_turn(form, out_dtype, arrays, planes)
 
     def part(start: Any, size: int) -> jax.Array:
@@ -446,12 +447,19 @@ class PackedRows(nnx.Module):
       below: the matrices, in the order of their outputs.
     """
 
+    shards = 1
+    """Number of devices for which the outputs are ordered; see :mod:`jaxdraft.nn.fused`."""
+
     def __init__(self, below: Sequence[PackedLinear]):
         self.below = nnx.List(list(below))
 
     def __call__(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in the dtype of the matrices."""
-        return jnp.concatenate([part(x, out_dtype=out_dtype) for part in self.below], axis=-1)
+        parts = [part(x, out_dtype=out_dtype) for part in self.below]
+        if self.shards == 1:
+            return jnp.concatenate(parts, axis=-1)
+        apart = [part.reshape(*x.shape[:-1], self.shards, -1) for part in parts]
+        return jnp.concatenate(apart, axis=-1).reshape(*x.shape[:-1], -1)
 
     def dequantized(self) -> jax.Array:
         """W, [out, in]."""

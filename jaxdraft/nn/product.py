@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxdraft.meshes import on_a_mesh
+
 
 def precision(dtype: DTypeLike) -> lax.Precision:
     """Return the precision of products: full float32 for float32 operands.
@@ -34,11 +36,11 @@ def multiply_dense(
       out_dtype: dtype of the sums and of the result; default: that of ``weight``.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    many = rows.shape[0] >= _MANY_ROWS
+    form = _rows_first if rows.shape[0] >= _MANY_ROWS else product_in_halves
     product = lax.platform_dependent(
         weight,
         rows,
-        cpu=functools.partial(_rows_first if many else product_in_halves, out_dtype=out_dtype),
+        cpu=functools.partial(form, out_dtype=out_dtype),
         default=functools.partial(_product_apart, out_dtype=out_dtype),
     )
     return product.T.reshape(*x.shape[:-1], weight.shape[0])
@@ -91,10 +93,10 @@ def product_in_halves(
 
     With 8 rows on two cores this takes three quarters of the time of :func:`_product`, with 1 row
     no more (``experiments/linear_forms.md``). Splitting [out, in] along ``out`` moves nothing in
-    memory.
+    memory. On a mesh every device has outputs of its own, and halves of all would be moved.
     """
     outputs, inputs = weight.shape
-    if outputs % 2:
+    if outputs % 2 or on_a_mesh():
         return _product(weight, rows, out_dtype=out_dtype)
     halves = lax.dot_general(
         weight.reshape(2, outputs // 2, inputs),

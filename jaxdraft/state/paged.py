@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxdraft.base import NO_PAGE
 from jaxdraft.config import KvShape
+from jaxdraft.meshes import on_a_mesh, set_in_own_pages
 
 CHUNK = 128
 """Slots that attention reads per pass."""
@@ -282,7 +283,14 @@ def write(
     chex.assert_equal_shape([keys, values])
     # A slice that does not fit is moved back over what is committed: more rows than a dense pool
     # keeps room for (drafts of that many tokens) are scattered, which drops what does not fit.
-    if pool.dense and keys.shape[0] <= _UNROLL and keys.shape[1] <= CHUNK:
+    if pool.dense and on_a_mesh():
+        step = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
+        slot = pool.length[:, None] + step
+        column = jnp.where(step < count[:, None], slot // pool.page_size, 1)
+        slot = slot % pool.page_size
+        new_keys = set_in_own_pages(pool.keys[layer], column, slot, keys)
+        new_values = set_in_own_pages(pool.values[layer], column, slot, values)
+    elif pool.dense and keys.shape[0] <= _UNROLL and keys.shape[1] <= CHUNK:
         new_keys = _write_slices(pool.keys[layer], keys, pool.length)
         new_values = _write_slices(pool.values[layer], values, pool.length)
     else:

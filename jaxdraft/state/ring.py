@@ -29,6 +29,7 @@ from flax import struct
 
 from jaxdraft.base import NO_PAGE
 from jaxdraft.config import KvShape
+from jaxdraft.meshes import on_a_mesh, set_in_own_pages, take_own_pages
 from jaxdraft.sizes import ring_pages, window_pages
 from jaxdraft.state import paged
 from jaxdraft.state.paged import CHUNK, Chunk, Source, Span, hide
@@ -178,6 +179,9 @@ def write(
     offset = slot % ring.page_size
 
     def put(pages: jax.Array, rows: jax.Array) -> jax.Array:
+        if ring.dense and on_a_mesh():
+            column = jnp.where(kept, slot // ring.page_size, ring.table.shape[1])
+            return set_in_own_pages(pages, column, offset, rows)
         return pages.at[page, :, offset].set(rows.astype(pages.dtype), mode="drop")
 
     return replace(
@@ -225,7 +229,12 @@ def put(ring: Ring, layer: int, keys: jax.Array, values: jax.Array, count: jax.A
     slot = position % ring.page_size
 
     def into(pages: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:
-        new = pages[layer].at[page, :, slot].set(rows.astype(pages[layer].dtype), mode="drop")
+        if ring.dense and on_a_mesh():
+            columns = ring.table.shape[1]
+            column = jnp.where(step < count[:, None], position // ring.page_size % columns, columns)
+            new = set_in_own_pages(pages[layer], column, slot, rows)
+        else:
+            new = pages[layer].at[page, :, slot].set(rows.astype(pages[layer].dtype), mode="drop")
         return (*pages[:layer], new, *pages[layer + 1 :])
 
     return replace(ring, keys=into(ring.keys, keys), values=into(ring.values, values))
@@ -253,18 +262,20 @@ def reachable(ring: Ring, layer: int, count: jax.Array) -> Source:
     end = ring.length + count
     longest = jnp.max(end - oldest // size * size, initial=0)
     data = (ring.keys[layer], ring.values[layer], ring.table, oldest, end)
-    read = _reachable_reader(take)
+    read = _reachable_reader(take, ring.dense and on_a_mesh())
     span = Span(ring.keys[layer], ring.values[layer], oldest, end, ring.table)
     return Source(read, data, -(-longest // (take * size)), -(-columns // take), span)
 
 
 @functools.cache
-def _reachable_reader(take: int) -> Callable[[Any, jax.Array, int], Chunk]:
+def _reachable_reader(take: int, by_row: bool) -> Callable[[Any, jax.Array, int], Chunk]:
     """Return the ``read`` of chunks of ``take`` pages; the same object for each call."""
-    return functools.partial(_read_reachable, take)
+    return functools.partial(_read_reachable, take, by_row)
 
 
-def _read_reachable(take: int, data: tuple[jax.Array, ...], index: jax.Array, chunks: int) -> Chunk:
+def _read_reachable(
+    take: int, by_row: bool, data: tuple[jax.Array, ...], index: jax.Array, chunks: int
+) -> Chunk:
     keys, values, table, oldest, end = data
     size = keys.shape[2]
     # Example, Z = 4, R = 3, window 6, length 13, count 2: keys 8 to 14 are visible, columns 2
@@ -275,8 +286,10 @@ def _read_reachable(take: int, data: tuple[jax.Array, ...], index: jax.Array, ch
     position = column[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
     seen = (position >= oldest[:, None, None]) & (position < end[:, None, None])
     seen = seen & (page != NO_PAGE)[:, :, None]
-    keys = jnp.take(keys, page, axis=0, mode="clip")
-    values = jnp.take(values, page, axis=0, mode="clip")
+    if by_row:
+        keys, values = (take_own_pages(x, column % table.shape[1]) for x in (keys, values))
+    else:
+        keys, values = (jnp.take(x, page, axis=0, mode="clip") for x in (keys, values))
     return hide(keys, values, jnp.where(seen, position, -1))
 
 

@@ -1,0 +1,156 @@
+"""The place of a model on a mesh, and that of the states of its programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxdraft.state.paged import PagedPool
+from jaxdraft.state.recurrent import Recurrent
+from jaxdraft.state.ring import Ring
+
+DATA, MODEL = "data", "model"
+"""Default names of the axes of rows and of weights."""
+
+
+class ShardingError(ValueError):
+    """A mesh does not fit, or a model lies on another one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A mesh of rows and parts. Hashable, and a static part of every program.
+
+    Attributes:
+      mesh: the devices along two axes: rows of a batch are divided over the first, weights over
+        the second.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, mesh: Mesh, data: str | None = DATA, model: str | None = MODEL) -> Placement:
+        """Return the placement on a mesh.
+
+        Args:
+          mesh: the devices. Its axes may be in any order, and of any type.
+          data: name of the axis of rows; None: there is none.
+          model: name of the axis of weights; None: there is none.
+
+        Raises:
+          ShardingError: the mesh has no such axis, or one more of several devices.
+        """
+        names = tuple(mesh.axis_names)
+        for argument, name in (("data", data), ("model", model)):
+            if name is not None and name not in names:
+                raise ShardingError(
+                    f"the mesh has no axis {name!r}; found {', '.join(map(repr, names))}; name its "
+                    f"axis with {argument}=, or pass {argument}=None"
+                )
+        if data is not None and data == model:
+            raise ShardingError(f"data and model are both {data!r}; expected two axes")
+        left = [n for n in names if n not in (data, model) and mesh.shape[n] > 1]
+        if left:
+            raise ShardingError(
+                f"the mesh has the axes {', '.join(map(repr, names))}; nothing would be divided "
+                f"over {', '.join(map(repr, left))}"
+            )
+        order = [names.index(name) for name in (data, model) if name is not None]
+        order += [axis for axis in range(len(names)) if axis not in order]
+        sizes = [1 if name is None else mesh.shape[name] for name in (data, model)]
+        axes = [name or default for name, default in ((data, "rows"), (model, "parts"))]
+        devices = np.transpose(mesh.devices, order).reshape(sizes)
+        return cls(Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2))
+
+    @property
+    def data(self) -> str:
+        """Name of the axis of rows."""
+        return self.mesh.axis_names[0]
+
+    @property
+    def model(self) -> str:
+        """Name of the axis of weights."""
+        return self.mesh.axis_names[1]
+
+    @property
+    def rows(self) -> int:
+        """Devices along the axis of rows."""
+        return self.mesh.shape[self.data]
+
+    @property
+    def parts(self) -> int:
+        """Devices along the axis of weights."""
+        return self.mesh.shape[self.model]
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """Return the sharding of an array whose dimensions lie along ``axes``."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def along(self, dim: int | None) -> NamedSharding:
+        """Return the sharding of weights that are divided along ``dim``; None: of all alike."""
+        return self.sharding(*([] if dim is None else [None] * dim + [self.model]))
+
+    def rows_axis(self, batch: int) -> str | None:
+        """Return the axis that ``batch`` rows are divided over: None unless they divide."""
+        return self.data if batch % self.rows == 0 else None
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Divide an array inside a program; axes of a surrounding ``shard_map`` are left out."""
+        around = jax.sharding.get_abstract_mesh()
+        manual = set(around.manual_axes) if around.axis_names else set()
+        if not manual:
+            return lax.with_sharding_constraint(x, self.sharding(*axes))
+        kept = [None if axis in manual else axis for axis in axes]
+        if not any(kept):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(around, PartitionSpec(*kept)))
+
+    def pages(self, cache: PagedPool | Ring) -> PagedPool | Ring:
+        """Divide keys and values by heads, and by rows where every row owns its pages."""
+        batch = cache.table.shape[0]
+        rows = self.rows_axis(batch) if cache.dense else None
+
+        def place(x: jax.Array) -> jax.Array:
+            heads = self.model if x.shape[1] % self.parts == 0 else None
+            return self.constrain(x, rows, heads)
+
+        return dataclasses.replace(
+            cache,
+            keys=tuple(map(place, cache.keys)),
+            values=tuple(map(place, cache.values)),
+            table=self.constrain(cache.table, rows),
+            length=self.constrain(cache.length, rows),
+        )
+
+    def recurrent(self, state: Recurrent, divided: bool) -> Recurrent:
+        """Divide recurrent states by rows, and by heads if their layers are ``divided``."""
+        rows, heads = self.rows_axis(state.state.shape[0]), self.model if divided else None
+        return Recurrent(
+            state=self.constrain(state.state, rows, heads),
+            conv=self.constrain(state.conv, rows, None, heads),
+        )
+
+    def state(self, tree: Any, batch: int) -> Any:
+        """Divide the state of a round: caches as :meth:`pages`, other arrays [B, ...] by rows."""
+        rows = self.rows_axis(batch)
+
+        def place(part: Any) -> Any:
+            if isinstance(part, PagedPool | Ring):
+                return self.pages(part)
+            if isinstance(part, Recurrent):  # the target has divided it
+                return part
+            if part.ndim and part.shape[0] == batch:
+                return self.constrain(part, rows)
+            return part
+
+        kinds = PagedPool | Ring | Recurrent
+        return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, kinds))
+
+    def everywhere(self, tree: Any) -> Any:
+        """Give every device the whole of all arrays, as results for the host."""
+        return jax.tree.map(self.constrain, tree)
