@@ -23,6 +23,10 @@ def on_a_mesh() -> bool:
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
+_LEAST = 16
+"""Default of the minimum size of a part."""
+
+
 class _Own(threading.local):
     """Whether the abstract mesh in use is that of a placement, whose axes are rows and parts."""
 
@@ -52,7 +56,7 @@ def traced_for(mesh: Mesh | None) -> Iterator[None]:
 
 
 def along_last(
-    function: Callable[[jax.Array, str | None], Any], x: jax.Array, *, least: int = 1
+    function: Callable[[jax.Array, str | None], Any], x: jax.Array, *, least: int = _LEAST
 ) -> Any:
     """Run a reduction over the last axis of [B, ..., X] on every device's own part.
 
@@ -63,7 +67,7 @@ def along_last(
         that have the other parts of the last axis, None if each has the whole. Its results are
         arrays [B, ...] of the same rows.
       x: the operand.
-      least: minimum size of the last axis of a part.
+      least: minimum size of the last axis of a part. Smaller ones are not worth a transfer.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _own.depth or mesh.manual_axes or mesh.size == 1:
@@ -94,21 +98,38 @@ def whole_channels(x: jax.Array) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*free, None))
 
 
-def set_in_rows(x: jax.Array, place: jax.Array, values: jax.Array) -> jax.Array:
-    """Set entries of every row; places past the end are dropped.
+def divided_vocabulary(x: jax.Array) -> jax.Array:
+    """Keep scores of the vocabulary [..., V] divided over the devices, if they divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _own.depth or mesh.manual_axes or x.shape[-1] % mesh.shape[mesh.axis_names[1]]:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return lax.with_sharding_constraint(x, PartitionSpec(*free, mesh.axis_names[1]))
+
+
+def set_in_rows(x: jax.Array, place: jax.Array, values: Any, *, add: bool = False) -> jax.Array:
+    """Set entries of every row, or add to them; places past the end are dropped.
 
     Example: x = [[1 2 3] [4 5 6]], place = [[0] [3]], values = [[7] [8]]: [[7 2 3] [4 5 6]].
 
     Args:
       x: [B, S, ...].
-      place: [B, T] int32, not negative; no row has a place twice.
-      values: [B, T, ...].
+      place: [B, T] int32, not negative. To set, no row has a place twice.
+      values: [B, T, ...], or what broadcasts to it.
+      add: whether to add.
     """
     if not on_a_mesh():
         row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        return x.at[row, place].set(values, mode="drop")
+        entries = x.at[row, place]
+        return entries.add(values, mode="drop") if add else entries.set(values, mode="drop")
+
+    def one(row: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
+        entries = row.at[at]
+        return entries.add(new, mode="drop") if add else entries.set(new, mode="drop")
+
     # As a map over rows, which may be on different devices.
-    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(x, place, values)
+    values = jnp.broadcast_to(values, (*place.shape, *x.shape[2:])).astype(x.dtype)
+    return jax.vmap(one)(x, place, values)
 
 
 def set_in_own_pages(

@@ -86,7 +86,9 @@ def largest_first(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       count: static, at most X.
     """
 
-    values, index = along_last(functools.partial(_largest_of_part, count), scores, least=count)
+    values, index = along_last(
+        functools.partial(_largest_of_part, count), scores, least=max(count, 16)
+    )
     return lax.optimization_barrier(values), lax.optimization_barrier(index)
 
 

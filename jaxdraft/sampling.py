@@ -39,7 +39,8 @@ from jax import lax
 
 from jaxdraft.base import MASKED, Draw, Truncation
 from jaxdraft.keys import draw_keys
-from jaxdraft.ranking import largest_first
+from jaxdraft.meshes import divided_vocabulary, set_in_rows
+from jaxdraft.ranking import best_token, largest_first
 
 Proposals = Literal["lattice", "greedy_path", "independent", "none"]
 
@@ -259,19 +260,18 @@ def adjust(
         logits = jnp.where(_masks(rules.mask, history, rows), logits, MASKED)
     early = history.emitted[:, None] + step < rules.min_new_tokens[:, None]  # [B, T]
     index = jnp.where(early[:, :, None] & (stop_ids >= 0)[:, None], stop_ids[:, None], vocab)
-    place = (jnp.arange(batch, dtype=jnp.int32)[:, None, None], step[..., None], index)
-    return logits.at[place].set(MASKED, mode="drop")
+    flat = logits.reshape(batch * rows, vocab)  # a row of a batch for every step
+    return set_in_rows(flat, index.reshape(batch * rows, -1), MASKED).reshape(logits.shape)
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.Array:
     batch, rows, vocab = logits.shape
-    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     place = jnp.arange(history.tokens.shape[1], dtype=jnp.int32)[None]
     start = (history.length - history.emitted)[:, None]
     none = jnp.zeros((batch, vocab), jnp.int32)
-    prompt = none.at[b, jnp.where(place < start, history.tokens, vocab)].add(1, mode="drop")
+    prompt = set_in_rows(none, jnp.where(place < start, history.tokens, vocab), 1, add=True)
     output = (place >= start) & (place < history.length[:, None])
-    output = none.at[b, jnp.where(output, history.tokens, vocab)].add(1, mode="drop")
+    output = set_in_rows(none, jnp.where(output, history.tokens, vocab), 1, add=True)
     # The history of row i also has drafts 0..i-1. Example: drafts [7 7] add zero, one and two 7s
     # to rows 0 to 2.
     counts = jnp.broadcast_to(output[:, None], (batch, rows, vocab))
@@ -279,7 +279,8 @@ def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.
     j = jnp.arange(history.drafts.shape[1], dtype=jnp.int32)[None]
     before = (j < i)[None] & (history.drafts >= 0)[:, None]  # [B, T, K]
     index = jnp.where(before, history.drafts[:, None], vocab)
-    counts = counts.at[b[..., None], i[None], index].add(1, mode="drop")
+    flat = counts.reshape(batch * rows, vocab)
+    counts = set_in_rows(flat, index.reshape(batch * rows, -1), 1, add=True).reshape(counts.shape)
 
     def row(x: jax.Array) -> jax.Array:
         return x[:, None, None]
@@ -349,6 +350,8 @@ def distribution(logits: jax.Array, truncation: Truncation) -> Distribution:
     heat = jnp.where(t.temperature > 0, t.temperature, 1.0)[..., None]
     # Dividing the difference: the largest is 0 at any temperature, and nothing overflows upwards.
     tempered = (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat
+    if logits.shape[-1] >= _SORTED:  # not the scores of a few candidates
+        tempered = divided_vocabulary(tempered)
     cutoff = jnp.maximum(_cutoff(tempered, t), jnp.where(t.min_p > 0, jnp.log(t.min_p), MASKED))
     weights = jnp.where(tempered >= cutoff[..., None], jnp.exp(tempered), 0.0)
     return Distribution(tempered, cutoff, jnp.log(jnp.sum(weights, axis=-1)))
@@ -367,8 +370,7 @@ def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
 
     The index is the argmax of log p + Gumbel noise.
     """
-    noisy = perturb(probs, gumbel(keys, probs.shape[1]))
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return best_token(perturb(probs, gumbel(keys, probs.shape[1])))
 
 
 def perturb(probs: jax.Array, noise: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxdraft.base import MASKED, Proposal, Truncation
 from jaxdraft.keys import draw_keys
+from jaxdraft.meshes import set_in_rows
 from jaxdraft.ranking import best_token
 from jaxdraft.sampling import distribution, draw
 
@@ -136,10 +137,9 @@ def _rejected_mass(proposal: Proposal, accepted: jax.Array, vocab: int) -> jax.A
         return none
     at = jnp.minimum(accepted, width - 1)[:, None]
     rejected = (accepted < proposal.length)[:, None]
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     if proposal.support is None:
         token = jnp.take_along_axis(proposal.tokens, at, axis=1)
-        return none.at[row, jnp.where(rejected, token, vocab)].add(1.0, mode="drop")
+        return set_in_rows(none, jnp.where(rejected, token, vocab), 1.0, add=True)
     tokens = jnp.take_along_axis(proposal.support.tokens, at[..., None], axis=1)[:, 0]
     probs = jnp.take_along_axis(proposal.support.probs, at[..., None], axis=1)[:, 0]
-    return none.at[row, jnp.where(rejected, tokens, vocab)].add(probs, mode="drop")
+    return set_in_rows(none, jnp.where(rejected, tokens, vocab), probs, add=True)
