@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from convert.artifact.load import load_artifact as load_artifact
     from convert.checkpoint.inspect import inspect_checkpoint as inspect_checkpoint
     from convert.checkpoint.load import load_checkpoint as load_checkpoint
+    from jaxdraft.sharding.placement import Placement
 
 __all__ = [
     "ArtifactError",
@@ -71,6 +72,7 @@ def load_folder(
     adapter: str | Path | None = None,
     context_length: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    placement: Placement | None = None,
 ) -> Loaded:
     """Read the artifact or the checkpoint in ``folder``.
 
@@ -82,13 +84,16 @@ def load_folder(
       adapter: likewise; only for checkpoints.
       context_length: likewise; only for checkpoints.
       progress: likewise.
+      placement: the mesh that the arrays are divided over; None: JAX's default device.
 
     Raises:
       ArtifactError: with every problem found.
       FileNotFoundError: there is no such folder.
       ValueError: an argument does not apply to this kind of folder.
     """
-    options: dict[str, Any] = dict(drafter=drafter, dtype=dtype, progress=progress)
+    options: dict[str, Any] = dict(
+        drafter=drafter, dtype=dtype, progress=progress, placement=placement
+    )
     if not is_checkpoint(folder):
         from convert.artifact.load import load_artifact
 

@@ -23,6 +23,7 @@ from jaxdraft.nn.linear import Frozen, Structure
 
 if TYPE_CHECKING:
     from convert.gguf.text import GgufText
+    from jaxdraft.sharding.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,14 +242,47 @@ def recipe_bytes(recipes: Recipes) -> int:
     return sum(tensors.values())
 
 
+def fill_on_mesh(
+    shell: Shell, done: Callable[[int, str], None], placement: Placement
+) -> Frozen[Any]:
+    """Write one parameter at a time, and divide it over a mesh before the next.
+
+    The host holds one parameter and a device's slice of it, never the module.
+
+    Args:
+      shell: the module without numbers.
+      done: as in :func:`fill`.
+      placement: the mesh.
+    """
+    from jaxdraft.sharding.place import moved_from_host
+    from jaxdraft.sharding.rules import divide
+
+    module = nnx.merge(shell.structure.graphdef, _nest(shell.wanted))
+    cuts = divide(module, placement.parts)
+    leaves: dict[Path, jax.Array] = {}
+    for path, leaf in shell.wanted.items():
+        buffer, recipe = np.empty(leaf.shape, leaf.dtype), shell.recipes[path]
+        recipe.write(buffer)
+        for piece in recipe.pieces:
+            for tensor in piece.tensors:
+                tensor.release()
+        leaves[path] = moved_from_host(buffer, cuts.get(path), placement)
+        done(recipe.nbytes, _dotted(path))
+    structure = Structure(nnx.split(module)[0], whole=shell.structure)
+    return Frozen(_nest(leaves), structure)
+
+
 def fill_shells(
-    shells: Mapping[str, Shell], progress: Callable[[int, int, str], None] | None
+    shells: Mapping[str, Shell],
+    progress: Callable[[int, int, str], None] | None,
+    placement: Placement | None = None,
 ) -> tuple[dict[str, Frozen], dict[str, int], dict[str, int]]:
     """Return frozen modules, their bytes on disk and the bytes of their arrays, all by name.
 
     Args:
       shells: modules without numbers, by name.
       progress: as in :func:`jaxdraft.load`, over all of them together.
+      placement: the mesh that the arrays are divided over, if there is one.
     """
     stored = {name: recipe_bytes(shell.recipes) for name, shell in shells.items()}
     weights = {
@@ -264,8 +298,10 @@ def fill_shells(
         if progress is not None:
             progress(so_far, total, label)
 
-    frozen = {
-        name: fill(shell.structure, shell.wanted, shell.recipes, done)
-        for name, shell in shells.items()
-    }
+    def filled(shell: Shell) -> Frozen[Any]:
+        if placement is not None:
+            return fill_on_mesh(shell, done, placement)
+        return fill(shell.structure, shell.wanted, shell.recipes, done)
+
+    frozen = {name: filled(shell) for name, shell in shells.items()}
     return frozen, stored, weights

@@ -6,6 +6,7 @@ The one module that imports the reading half, ``convert``, and lazily.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,15 @@ from jax.typing import DTypeLike
 from jaxdraft.base import Drafter
 from jaxdraft.config import DRAFT_MODEL
 from jaxdraft.draft.none import NoDrafter
+from jaxdraft.kernels import XLA
 from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn import choice
+from jaxdraft.sharding.placement import Placement, ShardingError
 from jaxdraft.text import Text, shared_tokens
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     import convert
     from convert.gguf.text import GgufText
 
@@ -41,6 +46,7 @@ def load(
     adapter: str | Path | None = None,
     kernels: str | None = None,
     context_length: int | None = None,
+    mesh: Mesh | Placement | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
@@ -79,15 +85,19 @@ def load(
         at most ``max_position_embeddings``, the default. LongRoPE has other factors for long texts
         than for short ones: its default is the length that the short ones serve, and a greater
         ``context_length`` chooses the long ones, for all positions. An artifact has its tables.
+      mesh: devices to divide the model over, along the axes "data" and "model"; a
+        :class:`jaxdraft.Placement` if its axes have other names. Arrays are read one at a time, and
+        every device gets its slice. See :func:`jaxdraft.shard`.
       progress: function called with (bytes done, total bytes, name of the current item).
 
     Returns:
-      The model, on JAX's default device.
+      The model, on JAX's default device or on the mesh.
 
     Raises:
       ArtifactError: a ``ValueError`` with the file, the tensor, node or key, the value found and
         the value expected.
       HubError: a ``ValueError``; a repository cannot be had.
+      ShardingError: a ``ValueError``; the mesh has other axes.
       ValueError: an argument that does not apply to this kind of folder or device.
 
     Warns:
@@ -99,6 +109,7 @@ def load(
     kernels = choice.check(kernels)
     if packed and blocked:
         raise ValueError("packed and blocked are True; expected one of them at most")
+    placement = _placement(mesh, kernels, blocked)
     home, small = locate(folder, revision), drafter if isinstance(drafter, Model) else None
     drafter = locate_drafter("none" if isinstance(drafter, Model) else drafter)
     beside = _draft_model(home, drafter)
@@ -114,16 +125,33 @@ def load(
         adapter=None if adapter is None else locate(adapter),
         context_length=context_length,
         progress=progress,
+        placement=placement,
     )
     _warn(loaded, folder)
-    model = assemble(loaded, loaded.folder, name=name, blocked=blocked)
+    model = assemble(loaded, loaded.folder, name=name, blocked=blocked, placement=placement)
     if beside is not None:
-        small = load(beside, dtype=dtype, packed=packed, drafter="none", progress=progress)
+        small = load(
+            beside, dtype=dtype, packed=packed, drafter="none", mesh=placement, progress=progress
+        )
         if small.text is None:  # compared already
             small = dataclasses.replace(small, text=model.text)
     if small is not None:
         model = model.with_draft_model(small)
-    return choice.apply(model, kernels)
+    return model if placement is not None else choice.apply(model, kernels)
+
+
+def _placement(mesh: Mesh | Placement | None, kernels: str, blocked: bool) -> Placement | None:
+    """Return the placement on a mesh, checked against other arguments of :func:`load`."""
+    if mesh is None:
+        return None
+    if blocked:
+        raise ShardingError("blocked is True; blocks are for one CPU: expected no mesh")
+    if kernels != XLA:
+        raise ShardingError(
+            f"kernels is {kernels!r}; on a mesh XLA divides the programs, and kernels cannot be "
+            f"divided: expected {XLA!r}"
+        )
+    return mesh if isinstance(mesh, Placement) else Placement.of(mesh)
 
 
 def _draft_model(home: Path, drafter: str | Path | None) -> Path | None:
@@ -303,7 +331,12 @@ def _wrapped(found: GgufText, path: Path) -> Text:
 
 
 def assemble(
-    loaded: convert.Loaded, folder: Path, *, name: str | None = None, blocked: bool = False
+    loaded: convert.Loaded,
+    folder: Path,
+    *,
+    name: str | None = None,
+    blocked: bool = False,
+    placement: Placement | None = None,
 ) -> Model:
     """Return the model for the converter's result.
 
@@ -312,6 +345,7 @@ def assemble(
       folder: folder of the tokenizer.
       name: name for display. Default: that of ``folder``.
       blocked: see :func:`load`.
+      placement: the mesh that the arrays lie on, if there is one.
     """
     from jaxdraft.kinds import KINDS
     from jaxdraft.target import DecoderTarget
@@ -319,7 +353,9 @@ def assemble(
     decoder = loaded.target
     tables = decoder()
     embedding, head = tables.embed.table, tables.head_weight
-    target = DecoderTarget(decoder, loaded.target_config, embedding.dtype)
+    copied = _copied(placement)
+    config = copied(loaded.target_config)
+    target = DecoderTarget(decoder, config, embedding.dtype, placement)
     if blocked:
         target = target.blocked()
     drafter: Drafter = NoDrafter()
@@ -328,10 +364,12 @@ def assemble(
         shared: dict[str, Any] = dict(
             embedding=embedding,
             head=head,
-            config=loaded.drafter_config,
+            config=copied(loaded.drafter_config),
             dtype=jax.tree.leaves(own.params["norm"])[0].dtype,
         )
         drafter = KINDS[loaded.drafter_kind].make(own, **shared)
+        if placement is not None:
+            drafter = _placed_head(drafter, head, placement)
     text = _text_of(folder) if loaded.text is None else _wrapped(loaded.text, folder)
     info = ModelInfo(
         name=name or folder.resolve().name,
@@ -340,3 +378,22 @@ def assemble(
         drafter=loaded.drafter_kind or "none",
     )
     return Model(target, drafter, info, text)
+
+
+def _copied(placement: Placement | None) -> Callable[[Any], Any]:
+    """Return a function from descriptions to those with key/value heads copied for the mesh."""
+    if placement is None:
+        return lambda config: config
+    from jaxdraft.sharding.rules import with_copies
+
+    return functools.partial(with_copies, parts=placement.parts)
+
+
+def _placed_head(drafter: Any, head: Any, placement: Placement) -> Any:
+    """Divide a drafter's rows of the target's head, if it has rows of its own."""
+    own = getattr(drafter, "head", head)
+    if own is head:
+        return drafter
+    from jaxdraft.sharding.place import replaced_head
+
+    return dataclasses.replace(drafter, head=replaced_head(own, placement))

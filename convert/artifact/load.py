@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from convert.artifact.plan import Plan, plan_artifact
 from convert.build import Loaded, fill_shells
+from jaxdraft.sharding.placement import Placement
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,6 +22,7 @@ def load_artifact(
     dtype: DTypeLike | None = None,
     packed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
+    placement: Placement | None = None,
 ) -> Loaded:
     """Convert the artifact in ``folder``.
 
@@ -37,6 +39,7 @@ def load_artifact(
       packed: whether to keep the matrices of MatMulNBits packed in memory; see
         :func:`convert.artifact.pack.pack`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
+      placement: the mesh that the arrays are divided over; None: JAX's default device.
 
     Raises:
       ArtifactError: with every problem found.
@@ -48,7 +51,7 @@ def load_artifact(
     plan = plan_artifact(Path(folder), dtype, packed=packed, drafter=drafter)
     plan.problems.raise_any()
     try:
-        return _build(plan, progress)
+        return _build(plan, progress, placement)
     finally:
         plan.files.close()
 
@@ -60,14 +63,16 @@ def _dtype_name(dtype: DTypeLike) -> str:
         return str(dtype)
 
 
-def _build(plan: Plan, progress: Callable[[int, int, str], None] | None) -> Loaded:
+def _build(
+    plan: Plan, progress: Callable[[int, int, str], None] | None, placement: Placement | None
+) -> Loaded:
     config, target = plan.config, plan.target
     assert config is not None and target is not None and plan.target_shell is not None
     shells = {"target": plan.target_shell}
     if plan.drafter is not None:
         assert plan.drafter_shell is not None
         shells["drafter"] = plan.drafter_shell
-    frozen, stored, weights = fill_shells(shells, progress)
+    frozen, stored, weights = fill_shells(shells, progress, placement)
     drafter = plan.drafter
     return Loaded(
         target_config=target.config,

@@ -21,6 +21,7 @@ from jaxdraft.checkpoint.forms import float_dtype
 
 if TYPE_CHECKING:
     from convert.gguf.text import GgufText
+    from jaxdraft.sharding.placement import Placement
 
 
 def load_checkpoint(
@@ -32,6 +33,7 @@ def load_checkpoint(
     packed: bool | None = None,
     adapter: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    placement: Placement | None = None,
 ) -> Loaded:
     """Read the checkpoint of a target, and of one of its drafters.
 
@@ -49,6 +51,7 @@ def load_checkpoint(
         those in MXFP4 alone.
       adapter: folder of a LoRA adapter for the target; see :mod:`convert.checkpoint.adapter`.
       progress: called with (stored bytes read, stored bytes in all, the parameter just made).
+      placement: the mesh that the arrays are divided over; None: JAX's default device.
 
     Raises:
       ArtifactError: with every problem found.
@@ -66,16 +69,20 @@ def load_checkpoint(
     )
     try:
         plan.problems.raise_any()
-        return _build(plan, progress)
+        return _build(plan, progress, placement)
     finally:
         plan.files.close()
 
 
-def _build(plan: CheckpointPlan, progress: Callable[[int, int, str], None] | None) -> Loaded:
+def _build(
+    plan: CheckpointPlan,
+    progress: Callable[[int, int, str], None] | None,
+    placement: Placement | None,
+) -> Loaded:
     target, config = plan.target, plan.config
     assert target is not None and config is not None
     facts = target.facts
-    frozen, stored, weights = fill_shells(plan.shells, progress)
+    frozen, stored, weights = fill_shells(plan.shells, progress, placement)
     text, warnings = _text(plan, target)
     return Loaded(
         target_config=config,

@@ -185,6 +185,11 @@ def whole_array(x: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
+def replaced_head(head: Any, placement: Placement) -> Any:
+    """Return a head [V, D], dense or packed, divided by the vocabulary if that divides."""
+    return _Move(placement).part(head, "head")
+
+
 def moved(x: Any, cut: Cut | None, placement: Placement) -> jax.Array:
     """Return an array that lies on one device, divided over the mesh."""
     if cut is None:
