@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,19 @@ class Summary:
     accepted_at: tuple[int, ...]
     undrafted: dict[str, int]
     admission_misses: int = 0
+
+    def __add__(self, other: Summary) -> Summary:
+        """Return the counters of both, with drafts of the same positions."""
+
+        def both(name: str) -> Any:
+            one, two = getattr(self, name), getattr(other, name)
+            if isinstance(one, tuple):
+                return tuple(a + b for a, b in zip(one, two, strict=True))
+            if isinstance(one, dict):
+                return {key: one.get(key, 0) + two.get(key, 0) for key in {**one, **two}}
+            return one + two
+
+        return Summary(**{field.name: both(field.name) for field in dataclasses.fields(self)})
 
     @property
     def evaluated(self) -> int:

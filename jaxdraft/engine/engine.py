@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxdraft.base import Drafter, Status, full_drafter
+from jaxdraft.base import Drafter, Status, full_drafter, full_target
 from jaxdraft.checks import check_int
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.engine.counters import Counters
@@ -54,6 +54,10 @@ class Engine:
     :meth:`run`, :meth:`run` and :meth:`step` in another thread raise ``RuntimeError``. Other
     threads can still wait for results.
 
+    A model on a mesh runs on all of its devices: heads are divided over the one axis, requests over
+    the other. ``max_batch`` and ``pages`` are then divided, too, and ``memory`` is that of a
+    device.
+
     Targets and drafters with an ``init_pool`` share a pool of pages; for all others, every row has
     its own full state. Page tables and reference counts are kept on the host. A step receives its
     tables as one array and never allocates a page itself.
@@ -76,8 +80,21 @@ class Engine:
       buckets: sizes that programs are compiled for.
 
     Raises:
+      ShardingError: a ``ValueError``; the model is on devices of several processes, or sizes do not
+        divide by the rows of devices of its mesh.
       ValueError: if the sizes do not fit, as in :func:`jaxdraft.plan`.
     """
+
+    def __new__(cls, model: Model, **_: Any) -> Engine:
+        """Return an engine of the kind that the model's mesh needs."""
+        placement = full_target(model.target).placement
+        if placement is not None:
+            placement.check_local()
+        if cls is Engine and placement is not None and placement.rows > 1:
+            from jaxdraft.engine.parallel import ParallelEngine
+
+            return object.__new__(ParallelEngine)
+        return object.__new__(cls)
 
     def __init__(
         self,

@@ -18,7 +18,8 @@ import numpy as np
 from flax import struct
 
 from jaxdraft import rounds
-from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_drafter, full_target
+from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_drafter, full_target, mesh_of
+from jaxdraft.meshes import traced_for
 from jaxdraft.rounds import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sizes import power_of_two
 from jaxdraft.state import rows as rows_
@@ -238,6 +239,21 @@ def run_round(
       plain: whether the round has no drafts.
       logprobs: as in :func:`jaxdraft.rounds.round`.
     """
+    with traced_for(mesh_of(target)):
+        return _run_round(target, drafter, state, rules, batch, where, all_rows, plain, logprobs)
+
+
+def _run_round(
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    batch: BatchRows,
+    where: Layout,
+    all_rows: bool,
+    plain: bool,
+    logprobs: int | None,
+) -> tuple[RoundState, Report]:
     if all_rows:
         part, mine = bound(state, batch), rules
     else:
@@ -270,6 +286,20 @@ def run_chunk(
       target, drafter, state, rules, batch, where, logprobs: as in :func:`run_round`.
       chunk: the tokens.
     """
+    with traced_for(mesh_of(target)):
+        return _run_chunk(target, drafter, state, rules, batch, chunk, where, logprobs)
+
+
+def _run_chunk(
+    target: Target,
+    drafter: Drafter,
+    state: RoundState,
+    rules: Rules,
+    batch: BatchRows,
+    chunk: PromptChunk,
+    where: Layout,
+    logprobs: int | None,
+) -> tuple[RoundState, Report]:
     begins, resumes = chunk.begins, chunk.resumes
     part, mine = _gather(state, rules, batch, where)
     part, last = rounds.read(target, drafter, part, chunk.tokens, chunk.count)

@@ -261,13 +261,15 @@ class Runner:
 
     def _make(self, batch: int) -> RoundState:
         target, drafter = empty_states(self.target, self.drafter, batch, **self._sizes)
-        return rounds.empty(
+        state = rounds.empty(
             target,
             drafter,
             batch=batch,
             size=self._context,
             draft_tokens=self.drafter.draft_tokens,
         )
+        placement = full_target(self.target).placement
+        return state if placement is None else placement.state(state, batch)
 
     def _can_skip(self) -> bool:
         """Return whether rows can start after full pages without a checkpoint."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxdraft.model import Model
 from jaxdraft.nn.linear import Frozen, Structure
@@ -174,6 +175,55 @@ class _Back(_Walk):
         """Return the description of the module among the members, if there is one."""
         found = [part for part in moved.values() if isinstance(part, Frozen)]
         return found[0]().config if found else config
+
+
+class _Row(_Walk):
+    """From a mesh to one of its rows of devices. Nothing is copied."""
+
+    def __init__(self, placement: Placement, row: int):
+        super().__init__(placement)
+        mesh = placement.mesh
+        self.target = Placement(
+            Mesh(mesh.devices[row : row + 1], mesh.axis_names, axis_types=mesh.axis_types)
+        )
+        self.devices = set(self.target.mesh.devices.flat)
+
+    def frozen(self, frozen: Frozen) -> Frozen:
+        """Move a module."""
+        params = _with_paths(lambda _, x: self.array(x, None), frozen.params)
+        return Frozen(params, frozen.structure)
+
+    def packed(self, matrix: PackedMatrix, name: str) -> PackedMatrix:
+        """Move a packed matrix."""
+        del name
+        arrays = {n: self.array(x, None) for n, x in matrix.arrays.items()}
+        return PackedMatrix(arrays, matrix.form)
+
+    def move(self, x: Any, cut: Cut | None) -> jax.Array:
+        """Return the array of the row's own slices."""
+        del cut
+        assert self.target is not None
+        slices = [part.data for part in x.addressable_shards if part.device in self.devices]
+        sharding = NamedSharding(self.target.mesh, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, slices)
+
+    def config(self, config: Any, moved: Mapping[str, Any]) -> Any:
+        """Return the description as it is."""
+        del moved
+        return config
+
+
+def rows_of(model: Model) -> list[Model]:
+    """Return the model on each row of devices of its mesh; arrays are shared, not copied."""
+    assert isinstance(model.target, DecoderTarget) and model.target.placement is not None
+    placement = model.target.placement
+    walks = [_Row(placement, row) for row in range(placement.rows)]
+    return [
+        dataclasses.replace(
+            model, target=walk.part(model.target, ""), drafter=walk.part(model.drafter, "")
+        )
+        for walk in walks
+    ]
 
 
 def whole_array(x: jax.Array) -> np.ndarray:

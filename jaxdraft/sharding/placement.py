@@ -87,6 +87,20 @@ class Placement:
         """Devices along the axis of weights."""
         return self.mesh.shape[self.model]
 
+    def check_local(self) -> None:
+        """Check that this process has all devices, as programs that the host steps need.
+
+        Raises:
+          ShardingError: it has not.
+        """
+        foreign = [d for d in self.mesh.devices.flat if d.process_index != jax.process_index()]
+        if foreign:
+            raise ShardingError(
+                f"{len(foreign)} of {self.mesh.size} devices belong to other processes; expected "
+                "devices of this one: run an engine in every process, each on a mesh of its own "
+                "devices"
+            )
+
     def sharding(self, *axes: str | None) -> NamedSharding:
         """Return the sharding of an array whose dimensions lie along ``axes``."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
