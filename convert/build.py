@@ -242,6 +242,18 @@ def recipe_bytes(recipes: Recipes) -> int:
     return sum(tensors.values())
 
 
+def device_bytes(shell: Shell, parts: int) -> int:
+    """Return the bytes of a module's arrays on each of ``parts`` devices that share it."""
+    from jaxdraft.sharding.place import device_size
+    from jaxdraft.sharding.rules import divide
+
+    cuts = divide(nnx.merge(shell.structure.graphdef, _nest(shell.wanted)), parts)
+    return sum(
+        device_size(leaf.shape, cuts.get(path), parts) * leaf.dtype.itemsize
+        for path, leaf in shell.wanted.items()
+    )
+
+
 def fill_on_mesh(
     shell: Shell, done: Callable[[int, str], None], placement: Placement
 ) -> Frozen[Any]:

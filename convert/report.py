@@ -64,6 +64,7 @@ class PartReport:
       stored_bytes: bytes on disk of the tensors that become parameters.
       weight_bytes: bytes of the parameters as they would be loaded.
       counts: its numbers; None if they could not be read.
+      shell: its module without numbers; None if that could not be read.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class PartReport:
     stored_bytes: int
     weight_bytes: int
     counts: Counts | None
+    shell: Shell | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -134,6 +134,26 @@ class Mixed:
 DrafterCost = Windowed | Mirrored | Mixed | Fixed
 
 
+def on_device(cost: Any, parts: int) -> Any:
+    """Return what one of ``parts`` devices holds of a cache, or of a cost with caches.
+
+    Keys and values are divided by heads where these divide; recurrent states are the caller's.
+    """
+    if isinstance(cost, KvShape):
+        if cost.kv_heads % parts:
+            return cost
+        return dataclasses.replace(cost, kv_heads=cost.kv_heads // parts)
+    if not isinstance(cost, Sliding | Windowed | Mirrored | Mixed):
+        return cost
+    members = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost)}
+    return dataclasses.replace(cost, **{n: on_device(m, parts) for n, m in members.items()})
+
+
+def net_parts(config: DeltaNetConfig, parts: int) -> int:
+    """Return the number of devices that delta-net layers are divided over: ``parts``, or one."""
+    return 1 if config.key_heads % parts or config.value_heads % parts else parts
+
+
 def recurrent_bytes(config: DeltaNetConfig, layers: int, dtype: Any) -> int:
     """Return the bytes per row of delta-net state: float32, with convolution rows in ``dtype``."""
     state = config.value_heads * config.key_dim * config.value_dim * 4
@@ -213,6 +233,7 @@ class Plan:
       context: positions of the longest sequence.
       page_size: Z.
       pages: P, pages of the target's pool.
+      mesh: rows and parts of the mesh. All numbers are those of one device and of the rows on it.
     """
 
     costs: Costs
@@ -221,6 +242,7 @@ class Plan:
     context: int
     page_size: int
     pages: int
+    mesh: tuple[int, int] = (1, 1)
 
     @property
     def tokens(self) -> int:
@@ -367,6 +389,7 @@ class Plan:
             "max_batch": self.max_batch,
             "context": self.context,
             "page_size": self.page_size,
+            "mesh": list(self.mesh),
             "pages": self.pages,
             "tokens": self.tokens,
             "rows_at_full_context": self.rows,
@@ -382,7 +405,9 @@ class Plan:
         page = f"{self.target_page_bytes} bytes"
         if self.mirror_page_bytes:
             page += f" alone, {self.page_bytes} with the drafter's"
+        where = "on each of {0} x {1} devices; requests are divided over {0} rows of them"
         return [
+            *([where.format(*self.mesh)] if self.mesh != (1, 1) else []),
             *(f"{t.name}: {t.bytes} bytes = {t.count} * {t.each} ({t.why})" for t in self.terms),
             f"a page of {self.page_size} positions: {page}",
             f"{self.pages} pages, {self.tokens} tokens; "
@@ -398,6 +423,7 @@ def divide(
     max_batch: int,
     context: int,
     page_size: int,
+    mesh: tuple[int, int] = (1, 1),
 ) -> Plan:
     """Allot memory to the fixed parts, and divide the remainder into pages.
 
@@ -408,6 +434,7 @@ def divide(
       max_batch: rows that can be active.
       context: positions of the longest sequence.
       page_size: Z.
+      mesh: rows and parts of the mesh, for which ``costs`` are those of one device.
 
     Raises:
       ValueError: a size that is not a positive integer, neither or both of ``memory`` and
@@ -422,6 +449,7 @@ def divide(
         context=check_int("context", context),
         page_size=check_int("page_size", page_size),
         pages=0 if pages is None else check_int("pages", pages),
+        mesh=mesh,
     )
     if plan.memory is not None:
         plan = dataclasses.replace(plan, pages=_affordable(plan, plan.memory))

@@ -17,6 +17,7 @@ from jaxdraft.cli_data import eval_command, map_command
 from jaxdraft.cli_options import (
     BlockedOption,
     ContextOption,
+    DistributedOption,
     DrafterOption,
     DraftTokensOption,
     DTypeOption,
@@ -25,6 +26,7 @@ from jaxdraft.cli_options import (
     JsonOption,
     KernelsOption,
     MaxBatchOption,
+    MeshOption,
     PageSizeOption,
     RevisionOption,
     TokensOption,
@@ -148,13 +150,14 @@ def plan_command(
         str | None, typer.Option(help="Drafter of a checkpoint; default: the first.")
     ] = None,
     revision: RevisionOption = None,
+    mesh: MeshOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute the memory of a model, and what fits where; config.json alone is enough."""
     with friendly():
         if memory is None:
-            if (context, page_size, max_batch) != (None, None, None):
-                raise ValueError("--max-batch, --context and --page-size go with --memory")
+            if (context, page_size, max_batch, mesh) != (None,) * 4:
+                raise ValueError("--max-batch, --context, --page-size and --mesh go with --memory")
             found = overview(folder, drafter=drafter, revision=revision)
             facts, table = found.facts(), overview_table(folder, found)
         else:
@@ -166,6 +169,7 @@ def plan_command(
                 page_size=page_size,
                 drafter=drafter,
                 revision=revision,
+                mesh=mesh,
             )
             facts, table = fits.facts(), plan_table(fits)
     if as_json:
@@ -188,6 +192,8 @@ def generate_command(
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
     kernels: KernelsOption = None,
+    mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     chat: Annotated[bool, typer.Option(help="Apply the chat template to the prompt.")] = False,
     dtype: DTypeOption = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
@@ -205,7 +211,10 @@ def generate_command(
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with friendly():
-        how = dict(blocked=blocked, kernels=kernels)
+        if distributed:
+            jax.distributed.initialize()
+            console.quiet = notes.quiet = jax.process_index() > 0
+        how = dict(blocked=blocked, kernels=kernels, mesh=mesh)
         model, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
         if model.text is None:
             raise ValueError(f"{folder} has no tokenizer.json: generate from Python with token ids")
@@ -296,13 +305,14 @@ def bench(
     draft_tokens: DraftTokensOption = None,
     blocked: BlockedOption = False,
     kernels: KernelsOption = None,
+    mesh: MeshOption = None,
     dtype: DTypeOption = None,
     revision: RevisionOption = None,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "def main(argv):\n",
 ) -> None:
     """Time decoding with and without drafts, interleaved, in this process."""
     with friendly():
-        how = dict(blocked=blocked, kernels=kernels)
+        how = dict(blocked=blocked, kernels=kernels, mesh=mesh)
         model, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
         prompts = _bench_prompts(folder, model, prompt)
         rows = compare(

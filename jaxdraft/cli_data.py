@@ -21,6 +21,7 @@ from jaxdraft.cli_options import (
     Folder,
     HistoryOption,
     KernelsOption,
+    MeshOption,
     RevisionOption,
     TokensOption,
     console,
@@ -80,12 +81,13 @@ def map_command(
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
     kernels: KernelsOption = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Answer every prompt of a file; the same command continues an interrupted run."""
     with friendly():
         if not prompts.is_file():  # before a model is loaded
             raise ValueError(f"{prompts} is not a file")
-        how = dict(blocked=blocked, kernels=kernels)
+        how = dict(blocked=blocked, kernels=kernels, mesh=mesh)
         loaded, drafter = load_model(model, dtype, drafter, revision=revision, **how)
         greedy = temperature == 0 and repetition_penalty == 1
         sampling = Sampling(
@@ -140,6 +142,7 @@ def eval_command(
     revision: RevisionOption = None,
     blocked: BlockedOption = False,
     kernels: KernelsOption = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Run tasks of lm-eval-harness (extra eval), and print their table."""
     from jaxdraft.evaluation import LM, evaluate
@@ -147,7 +150,7 @@ def eval_command(
 
     with friendly():
         check_installed()  # before a model is loaded
-        how = dict(blocked=blocked, kernels=kernels)
+        how = dict(blocked=blocked, kernels=kernels, mesh=mesh)
         loaded, drafter = load_model(folder, dtype, drafter, revision=revision, **how)
         model = LM(
             loaded,

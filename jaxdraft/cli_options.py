@@ -81,6 +81,18 @@ KernelsOption = Annotated[
         "else xla."
     ),
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(help="Devices to divide the model over: data=2,model=4. See docs/mesh.md."),
+]
+DistributedOption = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="This is one process of several, as a cluster's launcher starts them; the first "
+        "prints.",
+    ),
+]
 
 
 def load_model(

@@ -21,12 +21,10 @@ from jaxdraft.draft.none import NoDrafter
 from jaxdraft.kernels import XLA
 from jaxdraft.model import Model, ModelInfo
 from jaxdraft.nn import choice
-from jaxdraft.sharding.placement import Placement, ShardingError
+from jaxdraft.sharding.placement import AnyMesh, Placement, ShardingError
 from jaxdraft.text import Text, shared_tokens
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     import convert
     from convert.gguf.text import GgufText
 
@@ -46,7 +44,7 @@ def load(
     adapter: str | Path | None = None,
     kernels: str | None = None,
     context_length: int | None = None,
-    mesh: Mesh | Placement | None = None,
+    mesh: AnyMesh | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Read an artifact of onnxruntime-genai's model builder, or a checkpoint.
@@ -85,9 +83,9 @@ def load(
         at most ``max_position_embeddings``, the default. LongRoPE has other factors for long texts
         than for short ones: its default is the length that the short ones serve, and a greater
         ``context_length`` chooses the long ones, for all positions. An artifact has its tables.
-      mesh: devices to divide the model over, along the axes "data" and "model"; a
-        :class:`jaxdraft.Placement` if its axes have other names. Arrays are read one at a time, and
-        every device gets its slice. See :func:`jaxdraft.shard`.
+      mesh: devices to divide the model over, along the axes "data" and "model"; or the sizes of
+        these, like ``{"model": 2}`` or ``"model=2"``; or a :class:`jaxdraft.Placement` if the axes
+        have other names. Arrays are read one at a time, and every device gets its slice. See :func:`jaxdraft.shard`.
       progress: function called with (bytes done, total bytes, name of the current item).
 
     Returns:
@@ -140,7 +138,7 @@ def load(
     return model if placement is not None else choice.apply(model, kernels)
 
 
-def _placement(mesh: Mesh | Placement | None, kernels: str, blocked: bool) -> Placement | None:
+def _placement(mesh: AnyMesh | None, kernels: str, blocked: bool) -> Placement | None:
     """Return the placement on a mesh, checked against other arguments of :func:`load`."""
     if mesh is None:
         return None
@@ -151,7 +149,7 @@ def _placement(mesh: Mesh | Placement | None, kernels: str, blocked: bool) -> Pl
             f"kernels is {kernels!r}; on a mesh XLA divides the programs, and kernels cannot be "
             f"divided: expected {XLA!r}"
         )
-    return mesh if isinstance(mesh, Placement) else Placement.of(mesh)
+    return Placement.like(mesh)
 
 
 def _draft_model(home: Path, drafter: str | Path | None) -> Path | None:

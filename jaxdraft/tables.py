@@ -31,7 +31,9 @@ def facts_table(folder: str, facts: dict[str, Any]) -> Table:
 
 def plan_table(plan: Plan) -> Table:
     """Return a table of every term of a plan and the memory left for sequences."""
-    table = Table(title=f"what fits in {format_bytes(plan.memory or plan.bytes)}")
+    rows, parts = plan.mesh
+    each = f" of each of {rows} x {parts} devices" if plan.mesh != (1, 1) else ""
+    table = Table(title=f"what fits in {format_bytes(plan.memory or plan.bytes)}{each}")
     table.add_column("for")
     for column in ("count", "bytes each", "bytes"):
         table.add_column(column, justify="right")

@@ -99,6 +99,7 @@ def _report(
         stored_bytes=stored,
         weight_bytes=weight_bytes_of(shell) if shell else 0,
         counts=shell_counts(shell, *experts_of(config)) if shell else None,
+        shell=shell,
     )
 
 

@@ -86,6 +86,7 @@ def _stored_part(
         stored_bytes=recipe_bytes(shell.recipes),
         weight_bytes=weight_bytes_of(shell),
         counts=_counts(layout, *experts_of(config), computed),
+        shell=shell,
     )
 
 

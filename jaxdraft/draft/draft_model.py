@@ -19,7 +19,7 @@ from jaxdraft.base import (
     Feed,
     Proposal,
 )
-from jaxdraft.budget import Beside, DrafterCost, Sliding, recurrent_bytes
+from jaxdraft.budget import Beside, DrafterCost, Sliding, net_parts, recurrent_bytes
 from jaxdraft.config import TargetConfig
 from jaxdraft.draft.links import (
     DRAFT_TOKENS,
@@ -422,13 +422,14 @@ def _with_rows(steps: _Steps) -> DecoderState:
     )
 
 
-def cost(config: TargetConfig, dtype: Any, draft_tokens: int) -> DrafterCost:
+def cost(config: TargetConfig, dtype: Any, draft_tokens: int, parts: int = 1) -> DrafterCost:
     """Return the memory cost of a draft model: its pages per target page, and its other layers.
 
     Args:
       config: its description.
       dtype: type of its activations, keys and values.
       draft_tokens: K.
+      parts: devices that share recurrent states.
     """
     s, d, row, sliding = config.sliding, config.delta_net, 0, None
     if s is not None and config.count("sliding"):
@@ -439,4 +440,5 @@ def cost(config: TargetConfig, dtype: Any, draft_tokens: int) -> DrafterCost:
         heads = d.value_heads + d.key_heads * d.key_dim + d.value_heads * d.value_dim
         capsule = 4 * heads + d.channels * jnp.dtype(dtype).itemsize
         row = recurrent_bytes(d, layers, dtype) + layers * draft_tokens * capsule
+        row //= net_parts(d, parts)
     return Beside(cache=config.kv_shape("attention", dtype), sliding=sliding, recurrent_row=row)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxdraft.sharding.placement import DATA, MODEL, Placement, ShardingError
+from jax.sharding import Mesh
+
+from jaxdraft.sharding.placement import DATA, MODEL, AnyMesh, Placement, ShardingError
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from jaxdraft.model import Model
 
 __all__ = ["DATA", "MODEL", "Placement", "ShardingError", "shard", "unshard"]
 
 
 def shard(
-    model: Model, mesh: Mesh, *, data: str | None = DATA, model_axis: str | None = MODEL
+    model: Model,
+    mesh: AnyMesh,
+    *,
+    data: str | None = DATA,
+    model_axis: str | None = MODEL,
 ) -> Model:
     """Return the model with its arrays divided over the devices of a mesh.
 
@@ -25,7 +29,8 @@ def shard(
 
     Args:
       model: a model whose arrays are on one device.
-      mesh: the devices.
+      mesh: the devices, or the sizes of their axes, like ``{"data": 2, "model": 4}`` or
+        ``"data=2,model=4"``.
       data: name of the axis of rows; None: there is none.
       model_axis: name of the axis of weights; None: there is none.
 
@@ -35,7 +40,10 @@ def shard(
     """
     from jaxdraft.sharding import place  # it imports every module of weights
 
-    return place.shard(model, Placement.of(mesh, data, model_axis))
+    named = isinstance(mesh, Mesh)
+    return place.shard(
+        model, Placement.of(mesh, data, model_axis) if named else Placement.like(mesh)
+    )
 
 
 def unshard(model: Model) -> Model:

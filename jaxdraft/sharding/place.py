@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,34 @@ class _Move(_Walk):
         return with_copies(config, self.placement.parts)
 
 
+class _Measure(_Move):
+    """From one device, or a mesh, to the shapes of one device's slices."""
+
+    def __init__(self, parts: int):
+        self.placement = self.target = cast(Any, _Parts(parts))
+        self.moved, self.kept = {}, []
+
+    def frozen(self, frozen: Frozen) -> Frozen:
+        """Measure a module, which may lie on a mesh already."""
+        if frozen.structure.whole is None:
+            return super().frozen(frozen)
+        params = _with_paths(lambda _, x: self.array(x, None), frozen.params)
+        return Frozen(params, frozen.structure)
+
+    def move(self, x: Any, cut: Cut | None) -> Any:
+        """Return the shape of a slice."""
+        if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+            return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+        size = device_size(x.shape, cut, self.placement.parts)
+        return jax.ShapeDtypeStruct((size,), x.dtype)
+
+
+class _Parts(NamedTuple):
+    """A number of devices in place of a mesh."""
+
+    parts: int
+
+
 class _Back(_Walk):
     """From the mesh to one device."""
 
@@ -270,6 +299,24 @@ def divided_shape(shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
     if cut is None:
         return shape
     return (*shape[: cut.dim], len(_entries(shape, cut)), *shape[cut.dim + 1 :])
+
+
+def device_size(shape: tuple[int, ...], cut: Cut | None, parts: int) -> int:
+    """Return the numbers of an array that each of ``parts`` devices holds."""
+    return math.prod(divided_shape(shape, cut)) // (1 if cut is None else parts)
+
+
+def device_bytes(*roots: Any, parts: int) -> int:
+    """Return the bytes of all arrays on each of ``parts`` devices that share them.
+
+    Args:
+      *roots: parts of a model on one device, or on a mesh with that many parts.
+      parts: devices along the axis of weights.
+    """
+    measure = _Measure(parts)
+    for root in roots:
+        measure.part(root, "")
+    return sum(x.size * x.dtype.itemsize for x in measure.moved.values())
 
 
 def _entries(shape: tuple[int, ...], cut: Cut) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxdraft.checks import check_int
 from jaxdraft.state.paged import PagedPool
 from jaxdraft.state.recurrent import Recurrent
 from jaxdraft.state.ring import Ring
@@ -20,6 +23,34 @@ DATA, MODEL = "data", "model"
 
 class ShardingError(ValueError):
     """A mesh does not fit, or a model lies on another one."""
+
+
+def check_sizes(sizes: Mapping[str, int] | str) -> dict[str, int]:
+    """Return the sizes of both axes, 1 where one is not given.
+
+    Args:
+      sizes: size per axis, or a string like ``"data=2,model=4"``.
+
+    Raises:
+      ShardingError: another axis, a size that is not a positive integer, or a string of another
+        form.
+    """
+    if isinstance(sizes, str):
+        pairs = [part.partition("=") for part in sizes.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        if len(set(names)) < len(names) or not all(n.strip().isdecimal() for _, _, n in pairs):
+            raise ShardingError(f"mesh is {sizes!r}; expected axes and sizes: data=2,model=4")
+        sizes = {name: int(size) for name, (_, _, size) in zip(names, pairs, strict=True)}
+    unknown = sorted(set(sizes) - {DATA, MODEL})
+    if unknown:
+        listed = ", ".join(map(repr, unknown))
+        raise ShardingError(f"mesh has the axes {listed}; expected {DATA!r} and {MODEL!r}")
+    try:
+        return {
+            name: check_int(f"mesh axis {name!r}", sizes.get(name, 1)) for name in (DATA, MODEL)
+        }
+    except ValueError as error:
+        raise ShardingError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +97,29 @@ class Placement:
         axes = [name or default for name, default in ((data, "rows"), (model, "parts"))]
         devices = np.transpose(mesh.devices, order).reshape(sizes)
         return cls(Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2))
+
+    @classmethod
+    def like(cls, mesh: AnyMesh) -> Placement:
+        """Return the placement on a mesh, or on as many of this process's devices as sizes say.
+
+        On several hosts the sizes have to be those of all devices.
+
+        Raises:
+          ShardingError: as :meth:`of`, or there are not so many devices.
+        """
+        if isinstance(mesh, Placement):
+            return mesh
+        if isinstance(mesh, Mesh):
+            return cls.of(mesh)
+        sizes, devices = check_sizes(mesh), jax.devices()
+        count = math.prod(sizes.values())
+        if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+            raise ShardingError(
+                f"mesh is {sizes}, {count} devices; found {len(devices)} {devices[0].platform} "
+                f"devices of {jax.process_count()} processes"
+            )
+        shape = tuple(sizes.values())
+        return cls.of(jax.make_mesh(shape, tuple(sizes), devices=devices[:count]))
 
     @property
     def data(self) -> str:
@@ -168,3 +222,7 @@ class Placement:
     def everywhere(self, tree: Any) -> Any:
         """Give every device the whole of all arrays, as results for the host."""
         return jax.tree.map(self.constrain, tree)
+
+
+AnyMesh = Mesh | Placement | Mapping[str, int] | str
+"""Devices, or the sizes of their axes: ``{"data": 2, "model": 4}`` or ``"data=2,model=4"``."""
