@@ -19,6 +19,7 @@ from jaxdraft.train.blocks import block_features
 from jaxdraft.train.data import DraftBatches, FeatureCache, TokenWindows, continue_prompts
 from jaxdraft.train.loop import fit
 from jaxdraft.train.losses import Continuations, DraftLoss, acceptance, language_loss
+from jaxdraft.train.mesh import trained
 from jaxdraft.train.optimize import TrainState, labels, make_step, optimizer, start, trapezoid
 from jaxdraft.train.rounding import round_as_stored, round_to_bfloat16, round_to_int4
 from jaxdraft.train.sequence import chain_rows, decoder_rows
@@ -45,5 +46,6 @@ __all__ = [
     "round_to_bfloat16",
     "round_to_int4",
     "start",
+    "trained",
     "trapezoid",
 ]

@@ -12,7 +12,10 @@ from flax import nnx, struct
 from jax import lax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from jaxdraft.meshes import traced_for
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.sharding.placement import Placement
+from jaxdraft.train import mesh
 
 Metrics = dict[str, jax.Array]
 Loss = Callable[[Any, Any], tuple[jax.Array, Metrics]]
@@ -94,10 +97,29 @@ def optimizer(
     )
 
 
-def start(frozen: Frozen, transform: optax.GradientTransformation) -> TrainState:
-    """Return the state before the first step."""
+def start(
+    frozen: Frozen,
+    transform: optax.GradientTransformation,
+    *,
+    placement: Placement | None = None,
+) -> TrainState:
+    """Return the state before the first step.
+
+    Args:
+      frozen: the module.
+      transform: from :func:`optimizer`, or any other of optax.
+      placement: mesh that parameters and optimizer state are divided over; see
+        :mod:`jaxdraft.train.mesh`. The module may be on it already, divided by heads.
+
+    Raises:
+      ShardingError: a ``ValueError``; the module has copies of key/value heads.
+    """
     params = jax.tree.map(jnp.array, frozen.params)  # copies: steps donate their state
-    return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
+    state = TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
+    if placement is None:
+        return state
+    mesh.check_trainable(frozen)
+    return mesh.divide_state(state, mesh.specs(frozen, placement), placement)
 
 
 def make_step(
@@ -106,6 +128,7 @@ def make_step(
     transform: optax.GradientTransformation,
     *,
     rounding: Callable[[Any], Any] | None = None,
+    placement: Placement | None = None,
 ) -> Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]:
     """Return a compiled training step. It donates the state.
 
@@ -117,12 +140,22 @@ def make_step(
         :func:`jaxdraft.train.rounding.round_to_int4`. Gradients pass it as if it were not there
         (Bengio, Leonard, Courville, arXiv:1308.3432: the straight-through estimator); the state
         keeps the parameters as they are.
+      placement: as for :func:`start`. The batch is divided by the first dimension of its arrays.
 
     Returns:
       ``(state, batch, rate) -> (state, metrics)``; ``rate`` [] float32 scales the update, 0..1.
     """
 
+    known = None if placement is None else mesh.specs(frozen, placement)
+
     def step(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        if placement is None or known is None:
+            return one(state, batch, rate)
+        with traced_for(placement.mesh):
+            state, metrics = one(state, mesh.constrain_batch(batch, placement), rate)
+            return mesh.constrain_state(state, known, placement), placement.everywhere(metrics)
+
+    def one(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
         leaves, tree = jax.tree.flatten(state.params)
         floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
