@@ -85,7 +85,8 @@ def load(
         ``context_length`` chooses the long ones, for all positions. An artifact has its tables.
       mesh: devices to divide the model over, along the axes "data" and "model"; or the sizes of
         these, like ``{"model": 2}`` or ``"model=2"``; or a :class:`jaxdraft.Placement` if the axes
-        have other names. Arrays are read one at a time, and every device gets its slice. See :func:`jaxdraft.shard`.
+        have other names. Arrays are read one at a time, and every device gets its slice. See
+        :func:`jaxdraft.shard`.
       progress: function called with (bytes done, total bytes, name of the current item).
 
     Returns:

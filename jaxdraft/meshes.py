@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -84,6 +85,15 @@ def along_last(
         check_vma=False,
     )
     return run(x)
+
+
+def whole_array(x: jax.Array) -> np.ndarray:
+    """Return an array on the host, with an explicit transfer; every process has to call this."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(jax.device_get(x))
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def whole_channels(x: jax.Array) -> jax.Array:

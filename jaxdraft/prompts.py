@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdraft.base import NO_TOKEN
+from jaxdraft.meshes import whole_array
 from jaxdraft.model import Model
 from jaxdraft.sizes import power_of_two
 
@@ -81,6 +82,8 @@ def _axes(kind: Any) -> Any:
 
 def host(value: Any) -> Any:
     """Return an untraced value as a NumPy array, with an explicit transfer from its device."""
+    if isinstance(value, jax.Array):
+        return whole_array(value)
     listed = value[:1] if isinstance(value, list | tuple) else [value]
     fetched = any(isinstance(one, jax.Array) for one in listed)
     return np.asarray(jax.device_get(value) if fetched else value)

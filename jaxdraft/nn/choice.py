@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxdraft.kernels import PALLAS, XLA, resolve
 from jaxdraft.nn.linear import Frozen
+from jaxdraft.sharding.placement import ShardingError
 
 T = TypeVar("T")
 
@@ -58,6 +59,13 @@ def apply(model: T, kernels: str) -> T:
 
 
 def _choose(frozen: Frozen, kernels: str) -> Frozen:
+    if frozen.structure.whole is not None:
+        if kernels == XLA:  # it has no other
+            return frozen
+        raise ShardingError(
+            f"kernels is {kernels!r} and the model is divided over several devices; expected a "
+            "model on a single device, since only XLA's programs are divided"
+        )
     module = frozen()
     for _, part in nnx.iter_modules(module):
         if not hasattr(type(part), "implementation"):

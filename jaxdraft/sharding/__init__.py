@@ -28,7 +28,8 @@ def shard(
     Programs are partitioned by XLA. All results are those of one device, up to the order of sums.
 
     Args:
-      model: a model whose arrays are on one device.
+      model: a model whose arrays are on one device; or one of shapes alone, which gives shapes to
+        compile programs with.
       mesh: the devices, or the sizes of their axes, like ``{"data": 2, "model": 4}`` or
         ``"data=2,model=4"``.
       data: name of the axis of rows; None: there is none.

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxdraft.meshes import whole_array
 from jaxdraft.model import Model
 from jaxdraft.nn.linear import Frozen, Structure
 from jaxdraft.nn.packed import PackedMatrix
@@ -84,7 +85,7 @@ class _Walk:
             return self.frozen(part)
         if isinstance(part, PackedMatrix):
             return self.packed(part, name)
-        if isinstance(part, jax.Array | np.ndarray):
+        if isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             rows = part.shape[0] if name in _VOCABULARY and part.ndim == 2 else 1
             return self.array(part, None if rows % self.placement.parts else Cut(0))
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
@@ -132,8 +133,11 @@ class _Move(_Walk):
         arrays = {n: self.array(x, cuts[n]) for n, x in matrix.arrays.items()}
         return PackedMatrix(arrays, form)
 
-    def move(self, x: Any, cut: Cut | None) -> jax.Array:
-        """Move an array."""
+    def move(self, x: Any, cut: Cut | None) -> Any:
+        """Move an array, or return the shape of a divided one."""
+        if isinstance(x, jax.ShapeDtypeStruct):
+            sharding = self.placement.along(None if cut is None else cut.dim)
+            return jax.ShapeDtypeStruct(divided_shape(x.shape, cut), x.dtype, sharding=sharding)
         return moved(x, cut, self.placement)
 
     def config(self, config: Any, moved: Mapping[str, Any]) -> Any:
@@ -253,15 +257,6 @@ def rows_of(model: Model) -> list[Model]:
         )
         for walk in walks
     ]
-
-
-def whole_array(x: jax.Array) -> np.ndarray:
-    """Return an array of a mesh on the host; every process of the mesh has to call this."""
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def replaced_head(head: Any, placement: Placement) -> Any:
