@@ -104,7 +104,7 @@ def sent(model: Model, placement: Placement) -> tuple[int, int, float]:
     reduces = others = 0
     total = 0.0
     n = placement.parts
-    for kind, size in collectives(compiled.as_text()):
+    for kind, size in collectives(compiled.as_text() or ""):
         share = (n - 1) / n * size
         if kind == "all-reduce":
             reduces, total = reduces + 1, total + 2 * share

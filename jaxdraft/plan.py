@@ -211,7 +211,7 @@ def model_costs(model: Model, max_batch: int, context: int, parts: int = 1) -> C
             f"the target is a {type(target).__name__}; only a decoder with a TargetConfig can be "
             "planned in pages"
         )
-    drafter = model.drafter
+    drafter: Any = model.drafter
     if isinstance(drafter, DraftModel):
         config = with_copies(drafter.config, parts)
         cost = draft_model.cost(config, drafter.model.dtype, drafter.draft_tokens, parts)

@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 
-from jaxdraft.base import Drafter, Status, full_drafter, full_target
+from jaxdraft.base import Drafter, full_drafter, full_target
 from jaxdraft.checks import check_int
 from jaxdraft.draft.none import NoDrafter
 from jaxdraft.engine.counters import Counters
 from jaxdraft.engine.faults import Blame, Faults
 from jaxdraft.engine.pages import Pages
-from jaxdraft.engine.programs import Buckets, Columns, Report
+from jaxdraft.engine.programs import Buckets
 from jaxdraft.engine.request import EngineEvent, Request
+from jaxdraft.engine.results import Results
 from jaxdraft.engine.rules import check_rules
 from jaxdraft.engine.runner import Runner, pool_pages
 from jaxdraft.engine.scheduler import Scheduler, Work
@@ -155,9 +156,15 @@ class Engine:
             overlap=full_drafter(self.drafter).overlap,
         )
         self._faults, self._counters = Faults(), Counters(self.draft_tokens)
+        self._results = Results(
+            self.scheduler,
+            self._counters,
+            self._faults,
+            text=model.text,
+            drafts=self.draft_tokens > 0,
+            save=lambda sequence: self.runner.save(sequence),
+        )
         self._number, self._order = itertools.count(), itertools.count()
-        self._handles: dict[int, Request] = {}  # unfinished requests, by number
-        self._events: list[EngineEvent] = []  # not read yet
         self._closed = False
 
     # ------------------------------------------------------------------ requests
@@ -313,7 +320,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request now and keep the emitted tokens. A finished request is left unchanged."""
         if not request.finished:
-            self._cut_short(request._sequence, "cancelled")
+            self._results.cut_short(request._sequence, "cancelled")
 
     @exclusive
     def release(self, request: Request) -> None:
@@ -327,7 +334,7 @@ class Engine:
         """End all requests and release all arrays."""
         if self._closed:
             return
-        for request in list(self._handles.values()):
+        for request in list(self._results.handles.values()):
             self.release(request)
         for sequence in list(self.scheduler.kept.values()):
             self.scheduler.free(sequence)
@@ -348,7 +355,7 @@ class Engine:
     @exclusive
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._events) or self.scheduler.busy
+        return bool(self._results.events) or self.scheduler.busy
 
     def run(self) -> Iterator[EngineEvent]:
         """Step until nothing is left to do. Requests may be submitted meanwhile.
@@ -389,8 +396,7 @@ class Engine:
         self._usable()
         self._readers.refuse()
         self._advance()
-        events, self._events = self._events, []
-        return sorted(events, key=lambda e: e.request._sequence.order)
+        return self._results.take()
 
     def wait(self, done: Callable[[], bool], after: Callable[[], Any] = lambda: None) -> None:
         """Step until something is done, or sleep while another thread that waits steps.
@@ -412,7 +418,7 @@ class Engine:
         self._usable()
         self._advance()
         if not self._readers:
-            self._events.clear()
+            self._results.events.clear()
 
     def _advance(self) -> None:
         """Run a step, and add its events to the unread ones."""
@@ -424,7 +430,7 @@ class Engine:
             except Exception as error:
                 failure = error
             else:
-                self._apply_reports(work, *reports)
+                self._results.report(work, *reports)
         except BaseException:
             self._recover()
             raise
@@ -471,88 +477,6 @@ class Engine:
         if not self._closed:
             self.runner.check(self.scheduler.active, self.scheduler.stopping)
 
-    # ------------------------------------------------------------------ after a step
-
-    def _apply_reports(
-        self, work: Work, running: _Reported | None, reading: _Reported | None
-    ) -> None:
-        if running is not None:
-            for place, sequence in enumerate(work.running):
-                self._apply_report(sequence, *running, place, first=False)
-        if reading is not None:
-            for place, (sequence, count) in enumerate(work.reading):
-                sequence.read += count
-                if sequence.read >= sequence.goal:
-                    self._apply_report(sequence, *reading, place, first=not sequence.known)
-                else:
-                    sequence.now = self._counters.row(sequence.now, reading[0], place)
-
-    def _apply_report(
-        self, sequence: Sequence, columns: Columns, report: Report, place: int, *, first: bool
-    ) -> None:
-        """Apply the report of a step to a row that ran or finished reading its text."""
-        sequence.now = self._counters.row(sequence.now, columns, place)
-        tokens = sequence.apply(columns, report.logprobs, place, first=first)
-        if tokens:
-            self._faults.passed(sequence, drafts=self.draft_tokens > 0)
-        status = Status(int(columns.status[place]))
-        over, began = status is not Status.RUNNING, sequence.phase is Phase.READING
-        accepted = -1 if first else int(columns.accepted[place])
-        try:
-            stopped = status is Status.STOP_STRING
-            text = sequence.decode(self.model.text, tokens, done=over, stopped=stopped)
-        except Exception as error:  # from the tokenizer, so only this request is affected
-            self._end(sequence, "failed", error, tokens=tokens, accepted=accepted)
-            return
-        if over:
-            error = None
-            if status is Status.NONFINITE:
-                error = FloatingPointError("the target's logits are not finite")
-            self._end(sequence, status.reason, error, tokens=tokens, text=text, accepted=accepted)
-            return
-        sequence.phase = Phase.RUNNING
-        if began:
-            self.scheduler.remember(sequence)
-        if tokens:
-            handle = self._handles[sequence.number]
-            self._events.append(EngineEvent(handle, tokens, text, accepted, None))
-
-    def _cut_short(
-        self, sequence: Sequence, reason: str, error: BaseException | None = None
-    ) -> None:
-        """End a request between steps, and emit the text that was held back."""
-        text = None
-        try:
-            if sequence.output_text is not None:
-                text = sequence.decode(self.model.text, [], done=True)
-        finally:
-            self._end(sequence, reason, error, text=text)
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: str,
-        error: BaseException | None = None,
-        *,
-        tokens: list[int] | None = None,
-        text: str | None = None,
-        accepted: int = -1,
-    ) -> None:
-        """End a request: free its row, and keep, remember or free its cache."""
-        keeps = sequence.keep and error is None and sequence.row is not None
-        checkpoint = self.runner.save(sequence) if keeps and self.scheduler.checkpointed else None
-        sequence.settle()
-        sequence.finish_reason, sequence.error = reason, error
-        # A row that ended by itself has already stopped on the device; any other must be stopped.
-        stop = reason in ("cancelled", "failed")
-        sequence.phase, sequence.output_text = Phase.DONE, None
-        if keeps:
-            self.scheduler.retain(sequence, checkpoint, stop=stop)
-        elif sequence.row is not None:
-            self.scheduler.release(sequence, stop=stop, remember=error is None)
-        handle = self._handles.pop(sequence.number)
-        self._events.append(EngineEvent(handle, tokens or [], text, accepted, reason, error))
-
     # ------------------------------------------------------------------ fault handling
 
     def _recover(self) -> None:
@@ -570,7 +494,7 @@ class Engine:
         elif blame is Blame.SEQUENCE:
             if self.drafter_fault is None:
                 self._draft(self.drafter)
-            self._cut_short(part[0], "failed", error)
+            self._results.cut_short(part[0], "failed", error)
 
     def _draft(self, drafter: Drafter) -> None:
         """Switch to another drafter; no sequence has a row at this point."""
@@ -589,7 +513,7 @@ class Engine:
         if not self.scheduler.busy:
             self.runner.table.start()
         request._sequence.order = next(self._order)
-        self._handles[request.number] = request
+        self._results.handles[request.number] = request
         self.scheduler.add(request._sequence)
 
     def _rules(self, length: int, options: Options) -> RequestRules:
@@ -603,9 +527,6 @@ class Engine:
                 f"of {pages.size}; the pool has {pages.count}"
             )
         return rules
-
-
-_Reported = tuple[Columns, Report]
 
 
 __all__ = ["Engine"]

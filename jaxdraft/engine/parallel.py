@@ -76,7 +76,8 @@ class ParallelEngine(Engine):
     @exclusive
     def submit(self, prompt: str | Ids[int], **rules: Any) -> Request:
         """See :meth:`Engine.submit`."""
-        return min(self._engines, key=lambda engine: len(engine._handles)).submit(prompt, **rules)
+        idle = min(self._engines, key=lambda engine: len(engine._results.handles))
+        return idle.submit(prompt, **rules)
 
     @exclusive
     def extend(self, request: Request, tokens: str | Ids[int], **rules: Any) -> Request:
@@ -188,5 +189,5 @@ def _advanced(engine: Engine) -> None:
 def _taken(engine: Engine) -> list[EngineEvent]:
     """Remove and return the unread events of an engine."""
     with engine.lock:
-        events, engine._events = engine._events, []
+        events = engine._results.take()
     return events

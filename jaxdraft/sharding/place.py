@@ -283,7 +283,7 @@ def moved_from_host(x: np.ndarray, cut: Cut | None, placement: Placement) -> jax
     dim, entries = cut.dim, _entries(x.shape, cut)
     shape = (*x.shape[:dim], len(entries), *x.shape[dim + 1 :])
 
-    def part(place: tuple[slice, ...]) -> np.ndarray:
+    def part(place: Any) -> np.ndarray:
         return np.take(x, entries[place[dim]], axis=dim)
 
     return jax.make_array_from_callback(shape, placement.along(dim), part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from jaxdraft.state.ring import Ring
 
 DATA, MODEL = "data", "model"
 """Default names of the axes of rows and of weights."""
+
+
+_Pages = TypeVar("_Pages", PagedPool, Ring)
 
 
 class ShardingError(ValueError):
@@ -178,7 +181,7 @@ class Placement:
             return x
         return lax.with_sharding_constraint(x, NamedSharding(around, PartitionSpec(*kept)))
 
-    def pages(self, cache: PagedPool | Ring) -> PagedPool | Ring:
+    def pages(self, cache: _Pages) -> _Pages:
         """Divide keys and values by heads, and by rows where every row owns its pages."""
         batch = cache.table.shape[0]
         rows = self.rows_axis(batch) if cache.dense else None

@@ -38,7 +38,7 @@ from jaxdraft.nn.mtp import Mtp
 from jaxdraft.nn.packed import PackedLinear, PackedRows
 from jaxdraft.sharding.placement import ShardingError
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
 
 
 class Cut(NamedTuple):
