@@ -390,7 +390,7 @@ def _copied(placement: Placement | None) -> Callable[[Any], Any]:
 
 def _placed_head(drafter: Any, head: Any, placement: Placement) -> Any:
     """Divide a drafter's rows of the target's head, if it has rows of its own."""
-    own = getattr(drafter, "head", head)
+    own = vars(drafter).get("head", head)
     if own is head:
         return drafter
     from jaxdraft.sharding.place import replaced_head

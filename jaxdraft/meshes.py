@@ -18,6 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 
+class ShardingError(ValueError):
+    """A mesh does not fit, or a model lies on another one."""
+
+
 def on_a_mesh() -> bool:
     """Return whether the surrounding program is divided by XLA over several devices."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -31,6 +31,7 @@ from jaxdraft.base import (
 from jaxdraft.meshes import set_in_rows
 from jaxdraft.ranking import largest_first
 from jaxdraft.sampling import History, SamplingRules
+from jaxdraft.sharding.states import divide_state
 from jaxdraft.stop_strings import StopText
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
@@ -124,8 +125,8 @@ def prefill(
     )
     placement = full_target(target).placement
     if placement is not None:
-        state = placement.state(state, batch)
-        tokens, lengths, rules = placement.state((tokens, lengths, rules), batch)
+        state = divide_state(placement, state, batch)
+        tokens, lengths, rules = divide_state(placement, (tokens, lengths, rules), batch)
     state = replace(
         state, status=jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
     )

@@ -16,6 +16,7 @@ from jaxdraft.nn import delta_net
 from jaxdraft.nn.decoder import Decoder
 from jaxdraft.nn.linear import BlockedLinear, Embedding, Frozen, add_blocks, fits_blocks
 from jaxdraft.sharding.placement import Placement
+from jaxdraft.sharding.states import divide_pages, divide_recurrent
 from jaxdraft.sizes import GPU_CHUNK, PREFILL_CHUNK
 from jaxdraft.state import paged, recurrent, ring
 from jaxdraft.state.decoder import DecoderState
@@ -96,9 +97,9 @@ class DecoderTarget:
         divided = net is not None and not (net.key_heads % parts or net.value_heads % parts)
         return dataclasses.replace(
             state,
-            pool=place.pages(state.pool),
-            sliding=None if state.sliding is None else place.pages(state.sliding),
-            recurrent=tuple(place.recurrent(layer, divided) for layer in state.recurrent),
+            pool=divide_pages(place, state.pool),
+            sliding=None if state.sliding is None else divide_pages(place, state.sliding),
+            recurrent=tuple(divide_recurrent(place, one, divided) for one in state.recurrent),
         )
 
     def init_pool(

@@ -72,6 +72,7 @@ from jaxdraft.model import Model
 from jaxdraft.nn.linear import BlockedLinear
 from jaxdraft.nn.packed import PackedMatrix
 from jaxdraft.rope import Rope
+from jaxdraft.sharding.place import on_host
 from jaxdraft.target import DecoderTarget
 
 MAX_SHARD_BYTES = 4 << 30
@@ -141,7 +142,8 @@ def save(
     appears when they are complete.
 
     Args:
-      model: the target, with its drafter.
+      model: the target, with its drafter. A model of a mesh is gathered on the host; on several
+        hosts, call :func:`jaxdraft.unshard` in every process and save the result in one.
       folder: the folder to create.
       drafters: further drafters of the same target, one of each kind.
       dtype: type of the stored tensors. Default: that of each array; tensors stored shifted or as
@@ -177,6 +179,7 @@ def save(
     computed = None if compute_dtype is None else float_dtype(compute_dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
+    model, drafters = on_host(model, drafters)
     check_free(folder, (TARGET, *kinds.folders(), DRAFT_MODEL), overwrite=overwrite)
     if int8 and int4:
         raise ValueError("int8 and int4 are both True; expected at most one of them")

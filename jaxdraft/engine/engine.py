@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -86,15 +86,15 @@ class Engine:
       ValueError: if the sizes do not fit, as in :func:`jaxdraft.plan`.
     """
 
+    _over_rows: ClassVar[type[Engine]]  # for several rows of devices; parallel.py sets it
+
     def __new__(cls, model: Model, **_: Any) -> Engine:
         """Return an engine of the kind that the model's mesh needs."""
         placement = full_target(model.target).placement
         if placement is not None:
             placement.check_local()
         if cls is Engine and placement is not None and placement.rows > 1:
-            from jaxdraft.engine.parallel import ParallelEngine
-
-            return object.__new__(ParallelEngine)
+            return object.__new__(cls._over_rows)
         return object.__new__(cls)
 
     def __init__(

@@ -191,3 +191,6 @@ def _taken(engine: Engine) -> list[EngineEvent]:
     with engine.lock:
         events = engine._results.take()
     return events
+
+
+Engine._over_rows = ParallelEngine

@@ -30,6 +30,7 @@ from jaxdraft.engine.sequence import Phase, Sequence
 from jaxdraft.model import Model
 from jaxdraft.plan import plan
 from jaxdraft.rounds import RoundState
+from jaxdraft.sharding.states import divide_state
 from jaxdraft.state import rows
 
 
@@ -269,7 +270,7 @@ class Runner:
             draft_tokens=self.drafter.draft_tokens,
         )
         placement = full_target(self.target).placement
-        return state if placement is None else placement.state(state, batch)
+        return state if placement is None else divide_state(placement, state, batch)
 
     def _can_skip(self) -> bool:
         """Return whether rows can start after full pages without a checkpoint."""

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from jaxdraft.kernels import PALLAS, XLA, resolve
+from jaxdraft.meshes import ShardingError
 from jaxdraft.nn.linear import Frozen
-from jaxdraft.sharding.placement import ShardingError
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -175,14 +175,19 @@ class _Parts(NamedTuple):
 
 
 class _Back(_Walk):
-    """From the mesh to one device."""
+    """From the mesh to one device, or to the host."""
 
     target = None
+
+    def __init__(self, placement: Placement, put: Callable[[np.ndarray], Any] = jax.device_put):
+        super().__init__(placement)
+        self.put = put
 
     def frozen(self, frozen: Frozen) -> Frozen:
         """Move a module, with the structure that it had."""
         whole = frozen.structure.whole
-        assert whole is not None, "every module of a divided model has its first structure"
+        if whole is None:  # on one device already
+            return frozen
         cuts = divide(nnx.merge(whole.graphdef, frozen.params), self.placement.parts)
         params = _with_paths(lambda path, x: self.array(x, cuts.get(path)), frozen.params)
         return Frozen(params, whole)
@@ -202,7 +207,7 @@ class _Back(_Walk):
             places = np.zeros(int(entries.max()) + 1, np.int64)
             places[entries] = np.arange(len(entries))
             here = np.take(here, places, axis=cut.dim)
-        return jax.device_put(here)
+        return self.put(here)
 
     def config(self, config: Any, moved: Mapping[str, Any]) -> Any:
         """Return the description of the module among the members, if there is one."""
@@ -325,10 +330,19 @@ def unshard(model: Model) -> Model:
     target = model.target
     if not isinstance(target, DecoderTarget) or target.placement is None:
         return model
-    back = _Back(target.placement)
-    return dataclasses.replace(
-        model, target=back.part(target, ""), drafter=back.part(model.drafter, "")
-    )
+    return _Back(target.placement).part(model, "")
+
+
+def on_host(model: Model | DecoderTarget, drafters: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return a model of a mesh and further drafters of it with arrays of the host, to be saved.
+
+    A model that is on no mesh is returned as it is.
+    """
+    target = model.target if isinstance(model, Model) else model
+    if not isinstance(target, DecoderTarget) or target.placement is None:
+        return model, list(drafters)
+    back = _Back(target.placement, lambda x: x)
+    return back.part(model, ""), [back.part(drafter, "") for drafter in drafters]
 
 
 def _with_paths(change: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:

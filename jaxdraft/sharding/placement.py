@@ -1,11 +1,11 @@
-"""The place of a model on a mesh, and that of the states of its programs."""
+"""The place of a model on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,19 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdraft.checks import check_int
-from jaxdraft.state.paged import PagedPool
-from jaxdraft.state.recurrent import Recurrent
-from jaxdraft.state.ring import Ring
+from jaxdraft.meshes import ShardingError
 
 DATA, MODEL = "data", "model"
 """Default names of the axes of rows and of weights."""
-
-
-_Pages = TypeVar("_Pages", PagedPool, Ring)
-
-
-class ShardingError(ValueError):
-    """A mesh does not fit, or a model lies on another one."""
 
 
 def check_sizes(sizes: Mapping[str, int] | str) -> dict[str, int]:
@@ -180,47 +171,6 @@ class Placement:
         if not any(kept):
             return x
         return lax.with_sharding_constraint(x, NamedSharding(around, PartitionSpec(*kept)))
-
-    def pages(self, cache: _Pages) -> _Pages:
-        """Divide keys and values by heads, and by rows where every row owns its pages."""
-        batch = cache.table.shape[0]
-        rows = self.rows_axis(batch) if cache.dense else None
-
-        def place(x: jax.Array) -> jax.Array:
-            heads = self.model if x.shape[1] % self.parts == 0 else None
-            return self.constrain(x, rows, heads)
-
-        return dataclasses.replace(
-            cache,
-            keys=tuple(map(place, cache.keys)),
-            values=tuple(map(place, cache.values)),
-            table=self.constrain(cache.table, rows),
-            length=self.constrain(cache.length, rows),
-        )
-
-    def recurrent(self, state: Recurrent, divided: bool) -> Recurrent:
-        """Divide recurrent states by rows, and by heads if their layers are ``divided``."""
-        rows, heads = self.rows_axis(state.state.shape[0]), self.model if divided else None
-        return Recurrent(
-            state=self.constrain(state.state, rows, heads),
-            conv=self.constrain(state.conv, rows, None, heads),
-        )
-
-    def state(self, tree: Any, batch: int) -> Any:
-        """Divide the state of a round: caches as :meth:`pages`, other arrays [B, ...] by rows."""
-        rows = self.rows_axis(batch)
-
-        def place(part: Any) -> Any:
-            if isinstance(part, PagedPool | Ring):
-                return self.pages(part)
-            if isinstance(part, Recurrent):  # the target has divided it
-                return part
-            if part.ndim and part.shape[0] == batch:
-                return self.constrain(part, rows)
-            return part
-
-        kinds = PagedPool | Ring | Recurrent
-        return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, kinds))
 
     def everywhere(self, tree: Any) -> Any:
         """Give every device the whole of all arrays, as results for the host."""

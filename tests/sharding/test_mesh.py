@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdraft.nn.fused import order, split
-from jaxdraft.sharding.placement import ShardingError, parse_mesh
+from jaxdraft.sharding.placement import ShardingError, check_sizes
 from tests.paths import TESTS
 
 
@@ -33,7 +33,7 @@ def _run(*command: str, devices: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "sections", ["decode placed", "drafters loading", "engine training counts errors"]
+    "sections", ["decode placed", "drafters loading", "engine training saving counts errors"]
 )
 def test_a_mesh_gives_what_one_device_gives(sections: str) -> None:
     names = sections.split()
@@ -57,10 +57,10 @@ def test_parts_of_a_fused_matrix() -> None:
 
 
 def test_a_mesh_in_words() -> None:
-    assert parse_mesh("data=2,model=4") == {"data": 2, "model": 4}
-    assert parse_mesh("model=8") == {"data": 1, "model": 8}
+    assert check_sizes("data=2,model=4") == {"data": 2, "model": 4}
+    assert check_sizes("model=8") == {"data": 1, "model": 8}
     for text in ("2x4", "data=", "data=2,data=2", "data=-1"):
-        with pytest.raises(ShardingError, match="expected axes and sizes, as in data=2,model=4"):
-            parse_mesh(text)
+        with pytest.raises(ShardingError, match="expected axes and sizes: data=2"):
+            check_sizes(text)
     with pytest.raises(ShardingError, match="axes 'heads'; expected 'data' and 'model'"):
-        parse_mesh("heads=2")
+        check_sizes("heads=2")
