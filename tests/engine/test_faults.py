@@ -175,8 +175,8 @@ def test_the_host_fails(
     owner, name = {
         "plan": (engine.scheduler, "next_step"),
         "run": (engine.runner, "run"),
-        "absorb": (engine, "_apply_reports"),
-        "hear": (engine, "_apply_report"),
+        "absorb": (engine._results, "report"),
+        "hear": (engine._results, "_row"),
     }[where]
     real, calls = getattr(owner, name), 0
 

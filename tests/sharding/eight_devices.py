@@ -107,7 +107,9 @@ def drafters() -> None:
         jax.clear_caches()  # a process can hold a limited number of programs
     if LONG:
         ragged = [[1, 2, 3, 1, 2], [4, 5]]
-        assert_lossless(there, jaxdraft.NgramDrafter(), ragged, max_new_tokens=8)
+        lookup = jaxdraft.HistoryDrafter.of([[1, 2, 3, 4, 5, 6], *results(there, every=False)[0]])
+        both = jaxdraft.FallbackDrafter(lookup, jaxdraft.NgramDrafter())
+        assert_lossless(there, both, ragged, max_new_tokens=8)
 
 
 def placed() -> None:
