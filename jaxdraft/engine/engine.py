@@ -120,7 +120,7 @@ class Engine:
         check_target(model.target)
         self.drafter = model.choose(drafter, draft_tokens)
         self.draft_tokens = self.drafter.draft_tokens
-        rows = check_int("max_batch", max_batch)
+        self.max_batch = rows = check_int("max_batch", max_batch)
         longest = model.info.context_length
         self.context = longest if context is None else check_int("context", context)
         if self.context > longest:

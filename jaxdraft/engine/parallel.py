@@ -65,7 +65,7 @@ class ParallelEngine(Engine):
         ]
         self.model, first = model, self._engines[0]
         self.drafter, self.draft_tokens = first.drafter, first.draft_tokens
-        self.context = first.context
+        self.max_batch, self.context = max_batch, first.context
         for engine in self._engines:
             engine._number, engine._order = first._number, first._order
             engine._readers = self._readers

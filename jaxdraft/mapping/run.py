@@ -128,7 +128,7 @@ class _Run:
     def all(self, lines: Iterator[Line]) -> int:
         """Answer all lines, and return the number of those that failed."""
         # One more line than rows waits, so that a free row never waits for the file.
-        window = 2 * self.engine.scheduler.rows
+        window = 2 * self.engine.max_batch
         flight: dict[int, tuple[Line, list[Request]]] = {}
         try:
             for line in lines:

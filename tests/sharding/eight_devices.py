@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import re
 import sys
 import tempfile
@@ -194,6 +195,15 @@ def engine() -> None:
             found = engine.summary()
             return [greedy, [r.tokens for r in warm], found.emitted, found.prompts]
 
+    def answers(model: Any) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            asked, out = Path(folder, "prompts.jsonl"), Path(folder, "answers.jsonl")
+            asked.write_text("".join(json.dumps({"prompt": ids}) + "\n" for ids in prompts))
+            with jaxdraft.Engine(model, max_batch=4, page_size=16, context=64) as engine:
+                jaxdraft.map_file(engine, asked, out, max_new_tokens=8)
+            return out.read_text()
+
+    assert answers(jaxdraft.shard(model, mesh_of(2, 2))) == answers(model)
     expected = tokens(model)
     for shape in first(1, [(2, 2), (1, 4), (4, 1)]):
         assert tokens(jaxdraft.shard(model, mesh_of(*shape))) == expected, shape
