@@ -42,6 +42,7 @@ from jaxdraft.plan import Plan, plan
 from jaxdraft.rounds import Logprobs, Rules
 from jaxdraft.sampling import Sampling
 from jaxdraft.sharding import Placement, ShardingError, shard, unshard
+from jaxdraft.structure import Structure, TokenAutomaton
 from jaxdraft.telemetry import Stats, Summary, summarize
 
 if TYPE_CHECKING:
@@ -92,9 +93,11 @@ __all__ = [
     "ShardingError",
     "Stats",
     "Status",
+    "Structure",
     "Summary",
     "Target",
     "TargetOutput",
+    "TokenAutomaton",
     "generate",
     "inspect",
     "lattice",

@@ -63,6 +63,8 @@ class Status(enum.IntEnum):
     NONFINITE = 4  # the target's logits are not finite; the row emits nothing from them
     EMPTY = 5  # a padding row: it never ran
     STOP_STRING = 6  # the text of the output contains a stop string
+    COMPLETE = 7  # the structure is complete, and the row has no stop id that may follow
+    DEAD_END = 8  # no token may follow: structure, masks and bans allow none
 
     @property
     def reason(self) -> str:

@@ -31,6 +31,8 @@ from jaxdraft.sampling import Sampling
 from jaxdraft.scan import checkpointed_scan
 from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.stop_strings import StopText
+from jaxdraft.structure import Structured
+from jaxdraft.structure.automaton import Structures, sizes, stack
 from jaxdraft.telemetry import Stats
 from jaxdraft.text import OutputText, Text
 
@@ -59,7 +61,8 @@ class Output:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Reason each row ended: "stop", "stop_string", "length", "context" or "nonfinite"."""
+        """Reason each row ended: "stop", "stop_string", "length", "context", "complete" (of a
+        structure), "dead_end" (structure, masks and bans allow no token) or "nonfinite"."""
         return [Status(int(code)).reason for code in np.asarray(self.status)]
 
     def ids(self) -> list[list[int]]:
@@ -120,6 +123,7 @@ def generate(
     key: jax.Array | int | None = None,
     stop_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
+    structure: Structured | Sequence[Structured | None] | None = None,
     draft_limit: int | Sequence[int] | jax.Array | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
@@ -154,6 +158,10 @@ def generate(
       stop_ids: tokens that end a row; they are emitted. Default: the model's; ``()``: none.
       stop: strings that end a row. The token that completes one is the row's last. Texts end
         before the string.
+      structure: texts that the outputs must be, such as
+        ``Structure.json_schema(schema)``: one for all rows, or one per row (None: any text). Stop
+        ids are banned until the text is complete, and emitted when nothing else may follow. Without
+        a stop id that row ends as "complete".
       draft_limit: maximum number of drafts per round, one number or one per row. Default: K.
       max_length: the longest sequence, prompt included. Default: the model's context.
       draft_tokens: K of the drafter: any number for "mtp" and "ngram", at most the number of its
@@ -178,6 +186,7 @@ def generate(
     options = Options(
         max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit,
         max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
+        structure=structure,
     )  # fmt: skip
     ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
     given.check_varying(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
@@ -210,6 +219,7 @@ def stream(
     key: jax.Array | int | None = None,
     stop_ids: Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
+    structure: Structured | Sequence[Structured | None] | None = None,
     draft_limit: int | Sequence[int] | None = None,
     max_length: int | None = None,
     draft_tokens: int | None = None,
@@ -228,6 +238,7 @@ def stream(
     options = Options(
         max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit,
         max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
+        structure=structure,
     )  # fmt: skip
     ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
     given.check_concrete(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
@@ -489,9 +500,17 @@ def _prepare(
     automaton = None
     if found.automaton is not None:
         automaton = (found.automaton[None], np.zeros((batch,), np.int32))
+    structures = None
+    if found.structures is not None:
+        automata, which = found.structures
+        vocab = model.target.vocab_size
+        structures = Structures(*stack(automata, sizes(automata), vocab), which)  # type: ignore[bad-argument-type]
     # One transfer for everything.
-    ids, count, fields, automaton = jax.device_put((ids, count, fields, automaton))
-    rules = Rules(**fields, stop_text=None if automaton is None else StopText(*automaton))
+    ids, count, fields, automaton, structures = jax.device_put(
+        (ids, count, fields, automaton, structures)
+    )
+    stop_text = None if automaton is None else StopText(*automaton)
+    rules = Rules(**fields, stop_text=stop_text, structures=structures)
     chunk = prompt_chunk(model.target, batch=batch, size=ids.shape[1], room=new_tokens)
     return _Prepared(chosen, ids, count, rules, new_tokens, wanted, chunk, found.stop)
 

@@ -13,6 +13,8 @@ from jaxdraft.keys import row_streams
 from jaxdraft.model import Model
 from jaxdraft.prompts import per_row, stop_rows, traced
 from jaxdraft.sampling import Sampling, SamplingRules
+from jaxdraft.structure import TokenAutomaton
+from jaxdraft.structure import per_row as per_row_structures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +32,7 @@ class Options:
     sampling: Sampling | None = None
     key: jax.Array | int | None = None
     stop: str | Sequence[str] = ()
+    structure: Any = None
     logprobs: int | None = None
     row: int = 0
 
@@ -45,6 +48,8 @@ class Checked:
     sampling: SamplingRules | None
     stop: tuple[str, ...]
     automaton: np.ndarray | None  # of ``stop``, [states, V] int16
+    structures: tuple[list[TokenAutomaton], np.ndarray] | None
+    """The automata of structures, and the index [B] int32 of each row's."""
     logprobs: int | None
 
 
@@ -86,6 +91,7 @@ def check(
         sampling=sampling,
         stop=strings,
         automaton=automaton,
+        structures=per_row_structures(options.structure, batch, model.text, vocab),
         logprobs=logprobs,
     )
 

@@ -30,46 +30,15 @@ from jaxdraft.base import (
 )
 from jaxdraft.meshes import set_in_rows
 from jaxdraft.ranking import largest_first
-from jaxdraft.sampling import History, SamplingRules
+from jaxdraft.round_state import RoundState, Rules
+from jaxdraft.sampling import History
 from jaxdraft.sharding.states import divide_state
-from jaxdraft.stop_strings import StopText
+from jaxdraft.structure import automaton
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
 
 MAX_FAILURES = 3
 """Number of consecutive failing rounds after which drafting is switched off for a row."""
-
-
-@struct.dataclass
-class Rules:
-    """Rules of a generation. All are dynamic: changing them compiles nothing.
-
-    Only the presence of ``sampling`` and ``stop_text`` is part of the program.
-    """
-
-    stop_ids: jax.Array  # [B, S] int32; NO_TOKEN entries match nothing
-    max_new_tokens: jax.Array  # [B] int32
-    max_length: jax.Array  # [B] int32, of prompt and output together
-    draft_limit: jax.Array  # [B] int32
-    sampling: SamplingRules | None = None  # None: greedy
-    stop_text: StopText | None = None
-
-
-@struct.dataclass
-class RoundState:
-    """State between rounds."""
-
-    target: Any
-    drafter: Any
-    proposal: Proposal  # drafts of the coming round, without their lattice
-    anchor: jax.Array  # [B] int32, the last token: emitted, not yet in the target's cache
-    tokens: jax.Array  # [B, S] int32, prompt and output
-    length: jax.Array  # [B] int32, tokens so far, the anchor included
-    emitted: jax.Array  # [B] int32, tokens of the output
-    status: jax.Array  # [B] int32, a Status
-    failures: jax.Array  # [B] int32, consecutive rounds in which the drafter failed
-    stop_state: jax.Array  # [B] int32, the state of the row's stop-string automaton
-    stats: Stats
 
 
 @struct.dataclass
@@ -172,6 +141,7 @@ def empty(target: Any, drafter: Any, *, batch: int, size: int, draft_tokens: int
         status=jnp.full((batch,), int(Status.EMPTY), jnp.int32),
         failures=zeros,
         stop_state=zeros,
+        structure_state=zeros,
         stats=Stats.zeros(batch, draft_tokens),
     )
 
@@ -383,14 +353,21 @@ def _widen(verified: _Verified, drafts: int) -> _Verified:
 
 def _judge(logits: jax.Array, state: RoundState, proposal: Proposal, rules: Rules) -> Verdict:
     """Verify a proposal under the rules of each row."""
-    how = rules.sampling
-    if how is None:
-        return verify.greedy(logits, proposal)
-    history = History(state.tokens, state.length, state.emitted, proposal.tokens)
-    logits = sampling.adjust(logits, how, history, rules.stop_ids)
-    if how.streams is None:
-        return verify.greedy(logits, proposal)
-    return verify.sampled(logits, proposal, how.target, how.streams, state.length)
+    how, raw, complete = rules.sampling, logits, None
+    if how is not None:
+        history = History(state.tokens, state.length, state.emitted, proposal.tokens)
+        logits = sampling.adjust(logits, how, history, rules.stop_ids)
+    if rules.structures is not None:
+        states = _structure_states(state, proposal.tokens, rules)
+        logits = automaton.masked(rules.structures, rules.stop_ids, states, logits)
+        complete = automaton.complete(rules.structures, states)
+    if how is None or how.streams is None:
+        verdict = verify.greedy(logits, proposal)
+    else:
+        verdict = verify.sampled(logits, proposal, how.target, how.streams, state.length)
+    if complete is None and (how is None or (not how.masks and how.allowed is None)):
+        return verdict
+    return replace(verdict, failure=verify.failure(raw, verdict.accepted, complete))
 
 
 def _emit(
@@ -413,6 +390,7 @@ def _emit(
     available = verdict.accepted + verdict.finite.astype(jnp.int32)
     by_id = jnp.any(window_tokens[:, :, None] == rules.stop_ids[:, None], axis=-1)
     by_text, stop_state = _match_stops(state, window_tokens, rules)
+    structure_states = _structure_states(state, window_tokens, rules)
     stops = (by_id | by_text) & (place < available[:, None])
     stopped = jnp.any(stops, axis=1)
     where = jnp.argmax(stops, axis=1).astype(jnp.int32)
@@ -455,14 +433,21 @@ def _emit(
         status=status,
         anchor=anchor,
         stop_state=stop_state,
+        structure_state=at(structure_states, count),
         stats=stats,
     )
     return state, window_tokens, count, jnp.where(running, accepted, -1)
 
 
+def _structure_states(state: RoundState, tokens: jax.Array, rules: Rules) -> jax.Array:
+    """Return the states of the structures' automata before and after tokens, [B, 1 + T]."""
+    return automaton.window(rules.structures, rules.stop_ids, state.structure_state, tokens)
+
+
 def _limits(verdict: Verdict, length: jax.Array, emitted: jax.Array, rules: Rules) -> jax.Array:
     """Return the status of each row that emitted no stop, [B]."""
-    status = jnp.where(verdict.finite, Status.RUNNING, Status.NONFINITE)
+    failure = Status.NONFINITE if verdict.failure is None else verdict.failure
+    status = jnp.where(verdict.finite, Status.RUNNING, failure)
     status = jnp.where(length >= rules.max_length, Status.CONTEXT, status)
     return jnp.where(emitted >= rules.max_new_tokens, Status.LENGTH, status)
 

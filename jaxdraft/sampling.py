@@ -61,6 +61,9 @@ INDEPENDENT = _Numbers(temperature=0.1, top_k=0, top_p=0.95, min_p=0.3)
 _SORTED = 256
 """Number of largest logits to search before searching the whole vocabulary."""
 
+Mask = Callable[[jax.Array, jax.Array], jax.Array]
+"""(tokens [S] int32, length [] int32) -> tokens that may follow, [V] bool."""
+
 _Number = float | Sequence[float] | np.ndarray | jax.Array
 
 
@@ -85,7 +88,8 @@ class Sampling:
       allowed: bool, [V] or [B, V]: tokens that may be chosen.
       mask: for research: a traceable function of one row's history, ``mask(tokens [S] int32, length
         [] int32) -> bool [V]``, the tokens that may follow ``tokens[:length]``. Compared by
-        identity: another function compiles another program.
+        identity: another function compiles another program. In an engine, each function runs for
+        all rows of a step, and S is the engine's context.
       proposals: way to propose drafts for a sampled row. It does not change the distribution of
         the output, only the number of accepted drafts.
 
@@ -107,9 +111,7 @@ class Sampling:
     min_new_tokens: _Number = 0
     logit_bias: Mapping[int, float] | np.ndarray | jax.Array | None = None
     allowed: np.ndarray | jax.Array | None = None
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None = struct.field(
-        pytree_node=False, default=None
-    )
+    mask: Mask | None = struct.field(pytree_node=False, default=None)
     proposals: Proposals = struct.field(pytree_node=False, default="lattice")
 
     @property
@@ -166,7 +168,7 @@ class Sampling:
             penalties=None if off else penalties,
             bias=_bias(self.logit_bias, batch, vocab_size),
             allowed=_allowed(self.allowed, batch, vocab_size),
-            mask=self.mask,
+            masks=() if self.mask is None else (self.mask,),
         )
 
     def _drafts(self, target: Truncation) -> Truncation:
@@ -212,9 +214,9 @@ class SamplingRules:
     penalties: Penalties | None = None
     bias: jax.Array | None = None  # [1 or B, V] float32
     allowed: jax.Array | None = None  # [1 or B, V] bool
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None = struct.field(
-        pytree_node=False, default=None
-    )
+    masks: tuple[Mask, ...] = struct.field(pytree_node=False, default=())
+    which_mask: jax.Array | None = None
+    """[B] int32, the index of each row's mask; -1: none. Default: the first, of all rows."""
 
 
 @struct.dataclass
@@ -256,8 +258,11 @@ def adjust(
         logits = logits + rules.bias[:, None]
     if rules.allowed is not None:
         logits = jnp.where(rules.allowed[:, None], logits, MASKED)
-    if rules.mask is not None:
-        logits = jnp.where(_masks(rules.mask, history, rows), logits, MASKED)
+    for number, mask in enumerate(rules.masks):
+        allowed = _masks(mask, history, rows)
+        if rules.which_mask is not None:
+            allowed = allowed | (rules.which_mask != number)[:, None, None]
+        logits = jnp.where(allowed, logits, MASKED)
     early = history.emitted[:, None] + step < rules.min_new_tokens[:, None]  # [B, T]
     index = jnp.where(early[:, :, None] & (stop_ids >= 0)[:, None], stop_ids[:, None], vocab)
     flat = logits.reshape(batch * rows, vocab)  # a row of a batch for every step
@@ -293,9 +298,7 @@ def _penalize(logits: jax.Array, penalties: Penalties, history: History) -> jax.
     return logits - row(penalties.presence) * once - row(penalties.frequency) * often
 
 
-def _masks(
-    mask: Callable[[jax.Array, jax.Array], jax.Array], history: History, rows: int
-) -> jax.Array:
+def _masks(mask: Mask, history: History, rows: int) -> jax.Array:
     """Return the tokens that the callback allows after every row's history, [B, T, V]."""
     width = history.drafts.shape[1]
 

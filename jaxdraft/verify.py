@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import MASKED, Proposal, Truncation
+from jaxdraft.base import MASKED, Proposal, Status, Truncation
 from jaxdraft.keys import draw_keys
 from jaxdraft.meshes import set_in_rows
 from jaxdraft.ranking import best_token
@@ -22,6 +22,7 @@ class Verdict:
     accepted: jax.Array  # [B] int32, length of the accepted prefix
     next_token: jax.Array  # [B] int32: a correction, or the bonus after a full acceptance
     finite: jax.Array  # [B] bool: ``next_token`` came from finite logits
+    failure: jax.Array | None = None  # [B] int32, the status of rows that are not finite
 
 
 def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
@@ -110,6 +111,22 @@ def sampled(
         )
 
     return lax.cond(jnp.any(warm), judge, lambda: verdict)
+
+
+def failure(logits: jax.Array, accepted: jax.Array, complete: jax.Array | None) -> jax.Array:
+    """Return the status of each row if no token may follow its accepted drafts, [B] int32.
+
+    Args:
+      logits: [B, 1 + K, V] float32, the target's own, before masks and bans.
+      accepted: [B] int32.
+      complete: [B, 1 + K] bool, whether the text before each row of logits is complete.
+    """
+    row = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
+    status = jnp.where(_is_finite(row, best_token(row)), Status.DEAD_END, Status.NONFINITE)
+    if complete is not None:
+        over = jnp.take_along_axis(complete, accepted[:, None], axis=1)[:, 0]
+        status = jnp.where(over & (status == Status.DEAD_END), Status.COMPLETE, status)
+    return status.astype(jnp.int32)
 
 
 def _is_finite(logits: jax.Array, best: jax.Array) -> jax.Array:

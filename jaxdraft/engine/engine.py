@@ -31,6 +31,7 @@ from jaxdraft.prompts import one_prompt
 from jaxdraft.requests import Options
 from jaxdraft.sampling import Sampling
 from jaxdraft.sizes import PREFILL_CHUNK
+from jaxdraft.structure import Structured
 from jaxdraft.telemetry import Summary
 
 PAGE_SIZE = 64
@@ -181,6 +182,7 @@ class Engine:
         sampling: Sampling | None = None,
         key: jax.Array | int | None = None,
         stop: str | Ids[str] = (),
+        structure: Structured | None = None,
         logprobs: int | None = None,
         keep: bool = False,
         row: int = 0,
@@ -199,6 +201,8 @@ class Engine:
           key: a PRNG key, or a seed for one; required above temperature zero. The request draws
             the same numbers as row ``row`` of ``generate(..., key=key)``.
           stop: strings that end the request, as in :func:`jaxdraft.generate`.
+          structure: texts that the output must be, as in :func:`jaxdraft.generate`. Structures of
+            similar size share a program.
           logprobs: number of alternatives per token to return log-probabilities for, beside
             that of the token itself.
           keep: whether the cache stays in place after the request ends, until the room is needed,
@@ -213,6 +217,7 @@ class Engine:
         options = Options(
             max_new_tokens=max_new_tokens, stop_ids=stop_ids, draft_limit=draft_limit, row=row,
             max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
+            structure=structure,
         )  # fmt: skip
         ids = one_prompt(self.model, prompt)
         rules = self._rules(len(ids), options)

@@ -108,8 +108,8 @@ class RowText:
     row: jax.Array  # [1] int32
     tokens: jax.Array  # [1, S] int32, the tokens of the text so far
     counts: jax.Array
-    """[4, 1] int32: positions already in the pages, emitted tokens, failures of the drafter, state
-    of the stop-string automaton."""
+    """[5, 1] int32: positions already in the pages, emitted tokens, failures of the drafter, states
+    of the automata of stop strings and of the structure."""
     blank: tuple[jax.Array, ...]  # the row leaves of an empty row
     checkpoint: tuple[jax.Array, ...] | None  # those after the first positions; see `save`
     rings: tuple[jax.Array, ...]  # the contents of the row's rings
@@ -128,7 +128,8 @@ class Columns:
 
     NAMES = (
         "status", "length", "emitted", "count", "accepted", "pending", "failures", "stop_state",
-        "target_forwards", "drafter_forwards", "rounds", "row_emitted", "proposed",
+        "structure_state", "target_forwards", "drafter_forwards", "rounds", "row_emitted",
+        "proposed",
     )  # fmt: skip
 
     def __init__(self, numbers: np.ndarray, draft_tokens: int) -> None:
@@ -152,6 +153,7 @@ class Columns:
     pending: np.ndarray
     failures: np.ndarray
     stop_state: np.ndarray
+    structure_state: np.ndarray
     target_forwards: np.ndarray
     drafter_forwards: np.ndarray
     rounds: np.ndarray
@@ -168,7 +170,8 @@ def _report(state: RoundState, info: RoundInfo, draft_tokens: int) -> Report:
     every = jnp.zeros_like(state.length)
     one = (
         state.status, state.length, state.emitted, info.emitted, info.accepted,
-        state.proposal.length, state.failures, state.stop_state, every + stats.target_forwards,
+        state.proposal.length, state.failures, state.stop_state,
+        state.structure_state, every + stats.target_forwards,
         every + stats.drafter_forwards, stats.rounds, stats.emitted, stats.proposed,
     )  # fmt: skip
     wide = (tokens, stats.evaluated_at, stats.accepted_at, stats.undrafted)
@@ -197,18 +200,21 @@ def _unbound(state: RoundState) -> RoundState:
 
 def _of_rows(rules: Rules) -> Rules:
     """Return the rules without the automata, which belong to no row."""
-    stop = rules.stop_text
-    if stop is None:
-        return rules
-    no_table: Any = None
-    return replace(rules, stop_text=replace(stop, table=no_table))
+    none: Any = None
+    if rules.stop_text is not None:
+        rules = replace(rules, stop_text=replace(rules.stop_text, table=none))
+    if rules.structures is not None:
+        rules = replace(rules, structures=replace(rules.structures, table=none, classes=none))
+    return rules
 
 
 def _with_rows(rules: Rules, mine: Rules) -> Rules:
-    stop = mine.stop_text
-    if stop is None or rules.stop_text is None:
-        return mine
-    return replace(mine, stop_text=replace(stop, table=rules.stop_text.table))
+    stop, structures = rules.stop_text, rules.structures
+    if stop is not None and mine.stop_text is not None:
+        mine = replace(mine, stop_text=replace(stop, which=mine.stop_text.which))
+    if structures is not None and mine.structures is not None:
+        mine = replace(mine, structures=replace(structures, which=mine.structures.which))
+    return mine
 
 
 @functools.partial(
@@ -341,7 +347,7 @@ def admit(
       skips: whether pages alone are enough to continue after the first positions.
     """
     part = rows_.with_own(rows_.take(state, where, text.row), where, text.blank)
-    length, emitted, failures, stop_state = text.counts
+    length, emitted, failures, stop_state, structure_state = text.counts
     both = (part.target, part.drafter)
     if text.checkpoint is not None:
         fresh = full_drafter(drafter).row_statistics(
@@ -365,6 +371,7 @@ def admit(
         emitted=emitted,
         failures=failures,
         stop_state=stop_state,
+        structure_state=structure_state,
     )
     return rows_.put(state, part, where, text.row)
 

@@ -18,12 +18,17 @@ from jaxdraft.keys import STREAM_IMPL
 from jaxdraft.model import Model
 from jaxdraft.requests import Options, check
 from jaxdraft.rounds import Rules
-from jaxdraft.sampling import Penalties, SamplingRules
+from jaxdraft.sampling import Mask, Penalties, SamplingRules
 from jaxdraft.sizes import power_of_two
 from jaxdraft.stop_strings import NO_AUTOMATON, StopText
+from jaxdraft.structure import TokenAutomaton
+from jaxdraft.structure.automaton import NO_STRUCTURE, Structures, sizes, stack
 
 _AUTOMATA = 16
 """Number of sets of stop strings whose automata stay on the device when unused."""
+
+_STRUCTURES = 4
+"""The same for structures, whose automata are larger; also the least number in a table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,10 @@ class Form:
       samples: whether any row has a :class:`jaxdraft.Sampling`.
       random: whether any row draws.
       penalties, bias, allowed: whether any row has them.
+      masks: the functions of :attr:`jaxdraft.Sampling.mask`.
       automata: number of sets of stop strings, and of states of the largest automaton; zeros if
         there is none.
+      structures: U, S and C of a table of structures; zeros if there is none.
       logprobs: largest number of alternatives of a row, a power of two or 0; None means no
         log-probabilities.
     """
@@ -47,7 +54,9 @@ class Form:
     penalties: bool = False
     bias: bool = False
     allowed: bool = False
+    masks: tuple[Mask, ...] = ()
     automata: tuple[int, int] = (0, 0)
+    structures: tuple[int, int, int] = (0, 0, 0)
     logprobs: int | None = None
 
     @classmethod
@@ -61,6 +70,8 @@ class Form:
             penalties=how is not None and how.penalties is not None,
             bias=how is not None and how.bias is not None,
             allowed=how is not None and how.allowed is not None,
+            masks=() if how is None else how.masks,
+            structures=_shape([] if rules.structure is None else [rules.structure]),
             automata=(0, 0) if rules.automaton is None else (1, rules.automaton.shape[0]),
             logprobs=power_of_two(n) if n else n,
         )
@@ -74,6 +85,8 @@ class Form:
             penalties=self.penalties or other.penalties,
             bias=self.bias or other.bias,
             allowed=self.allowed or other.allowed,
+            masks=tuple(dict.fromkeys(self.masks + other.masks)),
+            structures=_largest(self.structures, other.structures),
             automata=(
                 max(self.automata[0], other.automata[0]),
                 max(self.automata[1], other.automata[1]),
@@ -96,6 +109,7 @@ class RulesTable:
     def __init__(self, rows: int, vocab_size: int) -> None:
         self._rows, self.vocab = rows, vocab_size
         self._tables: OrderedDict[tuple[Any, ...], jax.Array] = OrderedDict()
+        self._structures: OrderedDict[tuple[Any, ...], tuple[jax.Array, jax.Array]] = OrderedDict()
         self.start()
 
     def update(self, active: Mapping[int, Sequence]) -> None:
@@ -112,6 +126,10 @@ class RulesTable:
         if names:
             size = max(self.form.automata[0], power_of_two(len(names)))
             self.form = dataclasses.replace(self.form, automata=(size, self.form.automata[1]))
+        several = _shape(_automata(found))
+        self.form = dataclasses.replace(
+            self.form, structures=_largest(self.form.structures, several)
+        )
         self.rules, self._held = self._build(found), found
 
     def start(self) -> None:
@@ -138,6 +156,7 @@ class RulesTable:
             *numbers,
             sampling=self._sampling(found) if self.form.samples else None,
             stop_text=self._stop_text(found) if self.form.automata[0] else None,
+            structures=self._structured(found) if self.form.structures[0] else None,
         )
         return jax.device_put(rules)
 
@@ -169,7 +188,10 @@ class RulesTable:
                     for name, neutral in (("repetition", 1), ("presence", 0), ("frequency", 0))
                 )
             )
-        bias = allowed = streams = None
+        bias = allowed = streams = which = None
+        if self.form.masks:
+            places = {mask: [place] for place, mask in enumerate(self.form.masks)}
+            which = column(lambda s: places[s.masks[0]] if s.masks else None, -1, np.int32)
         if self.form.bias:
             bias = column(lambda s: s.bias, np.zeros(self.vocab), np.float32)
         if self.form.allowed:
@@ -185,7 +207,27 @@ class RulesTable:
             penalties=penalties,
             bias=bias,
             allowed=allowed,
+            masks=self.form.masks,
+            which_mask=which,
         )
+
+    def _structured(self, found: list[RequestRules | None]) -> Structures:
+        automata = _automata(found)
+        which: Any = np.asarray(
+            [
+                NO_STRUCTURE if r is None or r.structure is None else automata.index(r.structure)
+                for r in found
+            ],
+            np.int32,
+        )
+        key = (*automata, self.form.structures)
+        if key not in self._structures:
+            tables = stack(automata, self.form.structures, self.vocab)
+            self._structures[key] = jax.device_put(tables)
+            if len(self._structures) > _STRUCTURES:
+                self._structures.popitem(last=False)
+        self._structures.move_to_end(key)
+        return Structures(*self._structures[key], which)
 
     def _stop_text(self, found: list[RequestRules | None]) -> StopText:
         automata = {r.stop: r.automaton for r in found if r is not None and r.automaton is not None}
@@ -203,6 +245,22 @@ class RulesTable:
         self._tables.move_to_end(key)
         rows: Any = np.asarray(which, np.int32)
         return StopText(self._tables[key], rows)
+
+
+def _automata(found: list[RequestRules | None]) -> list[TokenAutomaton]:
+    """Return the distinct automata of structures."""
+    every = (None if rules is None else rules.structure for rules in found)
+    return list(dict.fromkeys(one for one in every if one is not None))
+
+
+def _shape(automata: list[TokenAutomaton]) -> tuple[int, int, int]:
+    """Return U, S and C of a table of automata; zeros if there is none."""
+    return _largest(sizes(automata), (_STRUCTURES, 0, 0)) if automata else (0, 0, 0)
+
+
+def _largest(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
+    u, s, c = map(max, one, other)
+    return u, s, c
 
 
 def _stack(automata: list[np.ndarray], count: int, states: int, vocab: int) -> np.ndarray:
@@ -228,11 +286,6 @@ def check_rules(
     Raises:
       ValueError: as in :meth:`jaxdraft.Engine.submit`.
     """
-    if options.sampling is not None and options.sampling.mask is not None:
-        raise ValueError(
-            "sampling.mask is a function, which only generate accepts; in an engine, pass "
-            "arrays (allowed, logit_bias)"
-        )
     integers = {"max_new_tokens": 1, "max_length": 1, "draft_limit": 0}  # with their minimum
     given = {name: (getattr(options, name), low) for name, low in integers.items()}
     one: dict[str, Any] = {
@@ -250,6 +303,7 @@ def check_rules(
         sampling=_on_host(found.sampling),
         stop=found.stop,
         automaton=found.automaton,
+        structure=None if found.structures is None else found.structures[0][0],
         logprobs=found.logprobs,
     )
 

@@ -227,7 +227,10 @@ class Runner:
         row: Any = np.asarray([sequence.row], np.int32)
         tokens: Any = np.zeros((1, self._context), np.int32)
         tokens[0, : len(sequence.ids)] = sequence.ids
-        counts = [sequence.read, sequence.emitted, sequence.failed_before, sequence.stop_state]
+        counts = [
+            sequence.read, sequence.emitted, sequence.failed_before, sequence.stop_state,
+            sequence.structure_state,
+        ]  # fmt: skip
         column: Any = np.asarray(counts, np.int32)[:, None]
         leaves, rings = (None, ()) if checkpoint is None else checkpoint
         text = RowText(row, tokens, column, self._blank[self._drawn], leaves, rings)

@@ -14,6 +14,7 @@ from jaxdraft.engine.programs import Columns
 from jaxdraft.requests import Options
 from jaxdraft.rounds import Logprobs
 from jaxdraft.sampling import SamplingRules
+from jaxdraft.structure import TokenAutomaton
 from jaxdraft.text import OutputText, Text
 
 
@@ -38,6 +39,7 @@ class RequestRules:
     sampling: SamplingRules | None
     stop: tuple[str, ...]
     automaton: np.ndarray | None  # of ``stop``, [states, V]
+    structure: TokenAutomaton | None
     logprobs: int | None
 
 
@@ -76,6 +78,7 @@ class Sequence:
       failures: number of failing rounds of the drafter, the last proposal included.
       failed_before: number of failing rounds without the last proposal.
       stop_state: state of the stop-string automaton.
+      structure_state: state of the structure's automaton.
       saved_drafts: drafts of a sequence that lost its row, and their number.
       checkpoint_positions: positions to make a checkpoint at.
       pending_checkpoints: checkpoints whose pages are not cached by content yet.
@@ -127,7 +130,7 @@ class Sequence:
         )
         self.emitted = self.pending = 0
         self.failures = self.failed_before = 0
-        self.stop_state = 0
+        self.stop_state = self.structure_state = 0
         self.now = Counts.zeros(self.counters.draft_tokens)
         self.saved_drafts: tuple[Any, int] | None = None
         self.strikes = 0
@@ -201,6 +204,7 @@ class Sequence:
                 self.failed_before = self.failures
             self.failures = int(columns.failures[place])
         self.stop_state = int(columns.stop_state[place])
+        self.structure_state = int(columns.structure_state[place])
         self.read = len(self.ids) - self.known
         if first:
             self.counters.prompts += len(tokens)

@@ -116,8 +116,6 @@ def test_map_is_generate() -> None:
         engine.map([[1], [2], [], [3]], max_new_tokens=2)
     with pytest.raises(ValueError, match="needs a key"):
         engine.submit([1], sampling=Sampling())
-    with pytest.raises(ValueError, match="sampling.mask is a function"):
-        engine.submit([1], sampling=Sampling(mask=lambda tokens, length: tokens[:12] >= 0), key=1)
     for _ in engine.run():
         pass
     assert everything_is_free(engine)
