@@ -28,12 +28,15 @@ from jaxdraft.cli_options import (
     MaxBatchOption,
     MeshOption,
     PageSizeOption,
+    RegexOption,
     RevisionOption,
+    SchemaOption,
     TokensOption,
     console,
     friendly,
     load_model,
     notes,
+    structure_of,
     with_history,
 )
 from jaxdraft.compiling import CompileClock, keep_programs
@@ -208,6 +211,8 @@ def generate_command(
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends the text; may be repeated.")
     ] = None,
+    json_schema: SchemaOption = None,
+    regex: RegexOption = None,
 ) -> None:
     """Stream a continuation, then print tokens/s, tokens per round and acceptance."""
     with friendly():
@@ -243,6 +248,7 @@ def generate_command(
             sampling=None if greedy else sampling,
             key=seed,
             stop=stop or (),
+            structure=structure_of(json_schema, regex),
         )
         with CompileClock() as clock:
             out, rate = _print_stream("" if chat else text, events, clock)

@@ -19,6 +19,7 @@ from jaxdraft.draft.history import HistoryDrafter
 from jaxdraft.load import load, locate, locate_drafter
 from jaxdraft.model import Model
 from jaxdraft.prompts import encode
+from jaxdraft.structure import Structure
 
 console = Console()
 notes = Console(stderr=True)
@@ -64,6 +65,13 @@ HistoryOption = Annotated[
         help="Text, or answers of map (.jsonl), to look drafts up in before the drafter drafts; "
         "may be repeated.",
     ),
+]
+SchemaOption = Annotated[
+    Path | None,
+    typer.Option("--json-schema", help="File with a JSON schema that the text must satisfy."),
+]
+RegexOption = Annotated[
+    str | None, typer.Option("--regex", help="Regular expression that the whole text must match.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 BlockedOption = Annotated[
@@ -133,6 +141,23 @@ def load_model(
 
         model = load(home, dtype=dtype, progress=progress, drafter=chosen, **how)
         return model, before + plus + (model.info.drafter if own else last)
+
+
+def structure_of(schema: Path | None, regex: str | None) -> Structure | None:
+    """Return the structure of the options ``--json-schema`` and ``--regex``.
+
+    Raises:
+      ValueError: both are given, the file is not there, or its content is no supported schema.
+    """
+    if schema is not None and regex is not None:
+        raise ValueError("--json-schema and --regex were given; expected one of them")
+    if regex is not None:
+        return Structure.regex(regex)
+    if schema is None:
+        return None
+    if not schema.is_file():
+        raise ValueError(f"{schema} is not a file; expected a JSON schema")
+    return Structure.json_schema(schema)
 
 
 def with_history(model: Model, drafter: str, files: list[Path] | None) -> str | Drafter:

@@ -172,15 +172,16 @@ def generate(
       memory: limit in bytes, or a string like "12GiB". A batch whose weights and state need more
         is refused before anything is allocated. :func:`jaxdraft.plan` computes what fits.
       trace: whether to return ``out.trace``.
-      throw: whether to raise when a row's logits are not finite. Otherwise only ``status``
-        reports it.
+      throw: whether to raise when a row's logits are not finite, or when no token may follow.
+        Otherwise only ``status`` reports it.
 
     Returns:
       Tokens [B, N], their number [B], and counters.
 
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room, or
-        arguments of the wrong form. Nothing was allocated or run.
+        arguments of the wrong form: nothing was allocated or run. With ``throw``, a row that no
+        token may follow.
       FloatingPointError: with ``throw``, non-finite logits.
     """
     options = Options(
@@ -530,6 +531,12 @@ def _finish(out: Output, wanted: int, throw: bool) -> Output:
         raise FloatingPointError(
             f"the target's logits are not finite in rows {rows}; throw=False returns what was "
             "emitted before"
+        )
+    if throw and (status == Status.DEAD_END).any():
+        rows = np.flatnonzero(status == Status.DEAD_END).tolist()
+        raise ValueError(
+            f"no token may follow in rows {rows}: masks, bans and structures allow none together; "
+            "throw=False returns what was emitted before"
         )
     if out.tokens.shape[1] > wanted:
         cut_off = jax.tree.map(lambda x: host(x)[:, :wanted], (out.tokens, out.logprobs))

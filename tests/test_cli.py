@@ -188,6 +188,8 @@ def test_ways_of_decoding_that_differ_are_seen() -> None:
         (["inspect", "no-such-folder"], "no-such-folder"),
         (["generate", "no-such-folder", "--prompt", "x"], "no-such-folder"),
         (["generate", str(FIRST_FAMILY), "--prompt", ""], "empty"),
+        (["generate", str(FIRST_FAMILY), "--prompt", "x", "--regex", "("], "regular expression"),
+        (["generate", str(FIRST_FAMILY), "--prompt", "x", "--json-schema", "no"], "no is not a"),
         (["generate", str(FIRST_FAMILY), "--prompt", "x", "--drafter", "dflash3"], "dflash3"),
         (["generate", str(FIRST_FAMILY), "--prompt", "x", "--dtype", "int7"], "int7"),
     ],

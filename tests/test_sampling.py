@@ -300,8 +300,10 @@ def test_a_mask_that_allows_nothing_ends_the_row() -> None:
     for temperature in (0.0, 1.0):
         how = Sampling(temperature=temperature, mask=mask)
         out = generate(MODEL, PROMPTS, max_new_tokens=9, sampling=how, key=0, throw=False)
-        assert out.finish_reasons == ["length", "nonfinite", "length"]
+        assert out.finish_reasons == ["length", "dead_end", "length"]
         assert len(out.ids()[1]) == 3  # positions 2, 3 and 4
+    with pytest.raises(ValueError, match=r"no token may follow in rows \[1\]: masks, bans and"):
+        generate(MODEL, PROMPTS, max_new_tokens=9, sampling=how, key=0)
 
 
 def test_the_front_door_knows_sampling() -> None:

@@ -84,14 +84,14 @@ class Request:
     def finish_reason(self) -> str | None:
         """The reason why the request ended; None before the end.
 
-        ``"stop"``, ``"stop_string"``, ``"length"``, ``"context"``, ``"nonfinite"``, ``"cancelled"``
-        or ``"failed"``.
+        ``"stop"``, ``"stop_string"``, ``"length"``, ``"context"``, ``"complete"``, ``"dead_end"``,
+        ``"nonfinite"``, ``"cancelled"`` or ``"failed"``.
         """
         return self._sequence.finish_reason
 
     @property
     def error(self) -> BaseException | None:
-        """The error of a request that ended as ``"failed"`` or ``"nonfinite"``."""
+        """The error of a request that ended as ``"failed"``, ``"nonfinite"`` or ``"dead_end"``."""
         return self._sequence.error
 
     @property

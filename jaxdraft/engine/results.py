@@ -85,9 +85,13 @@ class Results:
             self._end(sequence, "failed", error, tokens=tokens, accepted=accepted)
             return
         if over:
-            error = None
+            error: Exception | None = None
             if status is Status.NONFINITE:
                 error = FloatingPointError("the target's logits are not finite")
+            elif status is Status.DEAD_END:
+                error = ValueError(
+                    "no token may follow: masks, bans and the structure allow none together"
+                )
             self._end(sequence, status.reason, error, tokens=tokens, text=text, accepted=accepted)
             return
         sequence.phase = Phase.RUNNING

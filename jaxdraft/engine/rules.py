@@ -40,7 +40,7 @@ class Form:
       samples: whether any row has a :class:`jaxdraft.Sampling`.
       random: whether any row draws.
       penalties, bias, allowed: whether any row has them.
-      masks: the functions of :attr:`jaxdraft.Sampling.mask`.
+      masks: the functions ``mask`` of :class:`jaxdraft.Sampling`.
       automata: number of sets of stop strings, and of states of the largest automaton; zeros if
         there is none.
       structures: U, S and C of a table of structures; zeros if there is none.

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jaxdraft
 from jaxdraft import FallbackDrafter, Model, NgramDrafter, Sampling, Structure, TokenAutomaton
 from jaxdraft.base import NO_TOKEN
+from jaxdraft.cli import app
 from jaxdraft.generate import _generate, _round_program, _start_program, generate, stream
 from jaxdraft.structure import automaton
 from jaxdraft.testing import LatticeDrafter
@@ -79,6 +82,20 @@ def test_greedy_text_is_the_masked_model_s(model: Model) -> None:
         assert index.is_final_state(state) and ids[-1] in model.info.stop_ids
 
 
+def test_the_command_writes_json(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    command = ["generate", str(FIRST_FAMILY), "--prompt", PROMPTS[0], "-n", "90"]
+    command += ["--drafter", "none"]
+    result = CliRunner().invoke(app, [*command, "--json-schema", str(schema)])
+    assert result.exit_code == 0, result.output
+    text = result.stdout.split(PROMPTS[0], 1)[1].split("tokens/s")[0]
+    value, _ = json.JSONDecoder().raw_decode(text)
+    assert SATISFIES(value)
+    result = CliRunner().invoke(app, [*command, "--json-schema", str(schema), "--regex", "a"])
+    assert result.exit_code != 0 and "expected one of them" in result.output
+
+
 def automaton_of(complete: list[int], **more: Any) -> TokenAutomaton:
     steps = {0: {0: 1, 1: 2, 5: 0, 3: 2}, 1: {2: 0, 3: 1}, 2: {0: 2, 1: 1, 5: 0}}
     return TokenAutomaton.of({**steps, **more}, start=0, complete=complete, vocab_size=VOCAB)
@@ -96,7 +113,7 @@ def test_ends_of_structures(model: Model) -> None:
     prompts = [PROMPT] * 2
 
     def ends(**options: Any) -> Any:
-        out = generate(MODEL, prompts, max_new_tokens=8, **options)
+        out = generate(MODEL, prompts, max_new_tokens=8, throw=False, **options)
         return out.ids(), out.finish_reasons
 
     assert ends(structure=strict, stop_ids=[STOP])[0] == [[2, 5, STOP]] * 2
@@ -122,7 +139,7 @@ def test_ends_of_structures(model: Model) -> None:
 def test_streams_are_the_same_and_other_structures_compile_nothing() -> None:
     """A program serves all structures of similar size, also beside rows of free text."""
     strict = TokenAutomaton.of({0: {2: 1}, 1: {5: 2}}, start=0, complete=[2], vocab_size=VOCAB)
-    long = {n: {n % VOCAB: n + 1} for n in range(40)}
+    long = {n: {n % 4: n + 1} for n in range(40)}
     chain = TokenAutomaton.of(long, start=0, complete=[40], vocab_size=VOCAB)
     programs = (_generate, _start_program, _round_program)
     seen: list[int] = []
@@ -165,6 +182,7 @@ def outputs(drafter: Any, sampling: Sampling, model: Model = MODEL, rows: int = 
         structure=LOOSE,
         stop_ids=[STOP],
         key=0,
+        throw=False,  # planted mistakes lead into dead ends
     )
     assert jaxdraft.summarize(out.stats).accepted > rows / 20
     return Counter(map(tuple, np.asarray(out.tokens)[:, :NEW].tolist()))
