@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from jaxdraft.budget import DrafterCost
     from jaxdraft.sharding.placement import Placement
+    from jaxdraft.structure.automaton import Guide
 
 NO_PAGE = 2**30
 """Page id that means "no page". It lies past every pool, so
@@ -168,6 +169,7 @@ class Feed:
     hidden: jax.Array | None = None  # [B, T, D] rows after the target's final norm
     tokens: jax.Array | None = None  # [B, T] the committed tokens themselves
     draw: Draw | None = None  # None: greedy drafts
+    guide: Guide | None = None  # what structured output allows; a drafter may ignore it
 
 
 @struct.dataclass

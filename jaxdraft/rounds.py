@@ -250,7 +250,7 @@ def propose(
     zeros = jnp.zeros_like(state.length)
     feed = _feed(None, None, zeros, state.length - 1, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
-    return _propose(drafter, state, feed, vocab_size)
+    return _propose(drafter, state, feed, vocab_size, rules)
 
 
 def round(
@@ -291,7 +291,7 @@ def round(
         verified = lax.cond(jnp.any(proposal.length > 0), with_drafts, without)
     else:
         verified = with_drafts()
-    state, info = _propose(drafter, verified.state, verified.feed, target.vocab_size)
+    state, info = _propose(drafter, verified.state, verified.feed, target.vocab_size, rules)
     return state, RoundInfo(verified.accepted, verified.feed.count, info, verified.logprobs)
 
 
@@ -527,13 +527,15 @@ def _feed(
 
 
 def _propose(
-    drafter: Drafter, state: RoundState, feed: Feed, vocab_size: int
+    drafter: Drafter, state: RoundState, feed: Feed, vocab_size: int, rules: Rules
 ) -> tuple[RoundState, DraftInfo]:
     """Propose drafts and update the counters: drafts reset a row's failures.
 
     A row without drafts for a harmless reason keeps its count of failures. A proposal that was cut
     because it is invalid is counted, too, with or without drafts left.
     """
+    guide = automaton.guide(rules.structures, rules.stop_ids, state.structure_state)
+    feed = replace(feed, guide=guide)
     drafts, proposal, info = guard.propose(drafter, state.drafter, feed)
     proposal, info = guard.sanitize(proposal, info, feed, vocab_size)
     drafted = proposal.length > 0

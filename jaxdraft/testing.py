@@ -216,7 +216,7 @@ class LatticeDrafter(Stateless):
         if feed.draw is None:
             proposal, info = propose_tokens(path_tokens(lattice, walk(lattice, greedy)), feed)
             return state, replace(proposal, lattice=lattice), info
-        tokens, support = sampled_walk(lattice, feed.draw)
+        tokens, support = sampled_walk(lattice, feed.draw, feed.guide)
         proposal, info = propose_tokens(tokens, feed)
         return state, replace(proposal, lattice=lattice, support=support), info
 

@@ -30,7 +30,7 @@ from jaxdraft.config import BlockDrafterConfig, KvShape
 from jaxdraft.draft.block_chain import Chain, chain
 from jaxdraft.draft.lattice import PROPOSALS, path_tokens
 from jaxdraft.draft.links import leading
-from jaxdraft.draft.sampled import sampled_walk
+from jaxdraft.draft.sampled import guided_walk, sampled_walk
 from jaxdraft.draft.wrapper import check_numbers
 from jaxdraft.guard import needed
 from jaxdraft.nn.block_drafter import BlockBackbone
@@ -41,6 +41,7 @@ from jaxdraft.sizes import check_slots, page_count, ring_pages
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import PagedPool, Source
 from jaxdraft.state.ring import Ring
+from jaxdraft.structure.automaton import Guide
 
 INGEST_ROWS = 128
 """Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""
@@ -383,7 +384,7 @@ class BlockDrafter(DrafterDefaults):
         anchor = feed.anchor
         lattice = found = None
         if config.chained:
-            found, rows = self._chain(state, anchor, feed.draw, jnp.any(drafts))
+            found, rows = self._chain(state, feed, jnp.any(drafts))
             usable = leading(found.finite)
         else:
             lattice, rows = self._lattice(state, anchor, jnp.any(drafts))
@@ -393,7 +394,7 @@ class BlockDrafter(DrafterDefaults):
         reason = _unless(reason, usable == 0, NoDraft.NONFINITE).astype(jnp.int32)
         length = jnp.where(reason == NoDraft.DRAFTED, limit, 0).astype(jnp.int32)
         if lattice is not None:
-            tokens, support = self._choose(lattice, length, feed.draw)
+            tokens, support = self._choose(lattice, length, feed.draw, feed.guide)
         else:
             assert found is not None
             tokens, support = found.tokens, found.support
@@ -422,20 +423,21 @@ class BlockDrafter(DrafterDefaults):
         return lax.cond(needed, drafted, nothing)
 
     def _chain(
-        self, state: BlockState, anchor: jax.Array, draw: Draw | None, needed: jax.Array
+        self, state: BlockState, feed: Feed, needed: jax.Array
     ) -> tuple[Chain, jax.Array | None]:
         """Return the chain, or zeros unless ``needed`` [], and the rows that trust reads."""
-        batch = anchor.shape[0]
+        draw, batch = feed.draw, feed.anchor.shape[0]
 
         def nothing() -> tuple[Chain, jax.Array | None]:
             wide = None if draw is None else self.config.candidates
             return Chain.zeros(batch, self.draft_tokens, wide), self._no_rows(batch)
 
         def drafted() -> tuple[Chain, jax.Array | None]:
-            backbone, known = self.backbone(), self._known(anchor)
+            backbone, known = self.backbone(), self._known(feed.anchor)
             features = self.features(state, known)
             logits = backbone.logits(features, self.head)
-            return chain(backbone, features, logits, known, draw), self._rows(features)
+            found = chain(backbone, features, logits, known, draw, feed.guide)
+            return found, self._rows(features)
 
         return lax.cond(needed, drafted, nothing)
 
@@ -467,16 +469,23 @@ class BlockDrafter(DrafterDefaults):
         return jnp.sum(reached, axis=1, dtype=jnp.int32)
 
     def _choose(
-        self, lattice: Lattice, length: jax.Array, draw: Draw | None
+        self, lattice: Lattice, length: jax.Array, draw: Draw | None, guide: Guide | None
     ) -> tuple[jax.Array, Support | None]:
-        """Return tokens [B, K] and the distributions they were drawn from."""
+        """Return tokens [B, K] and the distributions they were drawn from.
+
+        Rows with a structure walk step by step, whatever the path of others is.
+        """
         if draw is None:
-            return path_tokens(lattice, PROPOSALS[self.path](lattice, length)), None
-        tokens, support = sampled_walk(lattice, draw)
+            tokens = path_tokens(lattice, PROPOSALS[self.path](lattice, length))
+            if guide is None:
+                return tokens, None
+            return jnp.where(guide.free[:, None], tokens, guided_walk(lattice, guide)), None
+        tokens, support = sampled_walk(lattice, draw, guide)
         if self.path == "walk":  # which is what a draw at temperature zero is
             return tokens, support
         certain = path_tokens(lattice, PROPOSALS[self.path](lattice, length))
         greedy = (draw.truncation.temperature == 0)[:, None]
+        greedy = greedy if guide is None else greedy & guide.free[:, None]
         hit = lattice.candidates == certain[..., None]
         probs = jnp.where(greedy[..., None], hit.astype(jnp.float32), support.probs)
         return jnp.where(greedy, certain, tokens), replace(support, probs=probs)

@@ -12,6 +12,8 @@ nothing drawn later: so verification is exact.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -21,6 +23,7 @@ from jaxdraft.base import Draw, Support
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.ranking import best_token
+from jaxdraft.structure.automaton import Guide
 
 
 @struct.dataclass
@@ -47,6 +50,7 @@ def chain(
     logits: jax.Array,
     anchor: jax.Array,
     how: Draw | None,
+    guide: Guide | None = None,
 ) -> Chain:
     """Choose the best token of each step, or draw it.
 
@@ -56,15 +60,19 @@ def chain(
       logits: [B, K, V'] float32, scores before any predecessor.
       anchor: [B] int32, token before the first draft.
       how: rules and keys of drawing; None: the best token, the lowest id of equal ones.
+      guide: what the rows' structures allow.
     """
+    every = None if guide is None else backbone.tokens(jnp.arange(logits.shape[2], dtype=jnp.int32))
 
     def step(
-        carry: tuple[jax.Array, jax.Array], here: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, Support | None]]:
-        before, memory = carry
+        carry: tuple[Any, ...], here: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[Any, ...], tuple[jax.Array, jax.Array, Support | None]]:
+        before, memory, guide = carry
         number, rows, scores = here
         bias, memory = backbone.step_bias(rows, backbone.predecessors(before), memory)
         scores = scores + bias
+        if guide is not None:
+            scores = guide.scores(scores, every)
         # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
         place = best_token(scores)
         top = jnp.take_along_axis(scores, place[:, None], axis=-1)[:, 0]
@@ -73,12 +81,13 @@ def chain(
             place, among, probs = sampled_token(scores, how, number, backbone.config.candidates)
             support = Support(backbone.tokens(among), probs)
         token = backbone.tokens(place)
-        return (token, memory), (token, jnp.isfinite(top), support)
+        after = None if guide is None else guide.after(token)
+        return (token, memory, after), (token, jnp.isfinite(top), support)
 
     batch, drafts = logits.shape[:2]
     numbers = jnp.arange(drafts, dtype=jnp.int32)
     steps = (numbers, jnp.swapaxes(features, 0, 1), jnp.swapaxes(logits, 0, 1))
-    start = (anchor, backbone.first_memory(batch))
+    start = (anchor, backbone.first_memory(batch), guide)
     # Written out: a loop would end a CUDA graph.
     _, (tokens, finite, support) = lax.scan(step, start, steps, unroll=True)
     support = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), support)

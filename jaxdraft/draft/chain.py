@@ -28,6 +28,7 @@ from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.sizes import check_slots
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
+from jaxdraft.structure.automaton import Guide
 
 INGEST_ROWS = 128
 """Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""
@@ -261,7 +262,12 @@ class ChainDrafter(DrafterDefaults):
         )
 
     def begin(
-        self, state: ChainState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+        self,
+        state: ChainState,
+        anchor: jax.Array,
+        limit: jax.Array,
+        draw: Draw | None,
+        guide: Guide | None,
     ) -> Links:
         """Start from the pending row and the anchor."""
         del limit
@@ -273,6 +279,7 @@ class ChainDrafter(DrafterDefaults):
             self.draft_tokens,
             self.draftable,
             self.confidence,
+            guide,
         )
 
     def link(
@@ -280,6 +287,7 @@ class ChainDrafter(DrafterDefaults):
         state: ChainState,
         limit: jax.Array,
         draw: Draw | None,
+        guide: Guide | None,
         number: jax.Array,
         links: Links,
     ) -> Links:
@@ -293,7 +301,8 @@ class ChainDrafter(DrafterDefaults):
             replace(links.cache, length=state.pool.length + number),
         )
         links = replace(links, cache=pool, hidden=rows[:, 0])
-        return with_draft(links, self.logits(rows[:, 0]), drafts, draw, number, self.vocabulary())
+        logits = self.logits(rows[:, 0])
+        return with_draft(links, logits, drafts, draw, guide, number, self.vocabulary())
 
 
 def cost(config: MtpConfig | Eagle3Config, dtype: DTypeLike) -> DrafterCost:

@@ -34,6 +34,7 @@ from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import recurrent
 from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.recurrent import Capsule, Recurrent
+from jaxdraft.structure.automaton import Guide
 from jaxdraft.target import DecoderTarget
 
 
@@ -284,14 +285,19 @@ class DraftModel(DrafterDefaults):
         return state, found.proposal, found.info
 
     def begin(
-        self, state: DraftModelState, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+        self,
+        state: DraftModelState,
+        anchor: jax.Array,
+        limit: jax.Array,
+        draw: Draw | None,
+        guide: Guide | None,
     ) -> Links:
         """Run the first pass, over one row or two, if any row drafts."""
         drafts = limit > 0
         model = replace(state.model, capsules=())
         steps = _Steps(model, model.length, model.recurrent, state.model.capsules)
         sizes = self.draft_tokens, self.draftable
-        links = no_links(steps, None, anchor, draw, *sizes, self.confidence)
+        links = no_links(steps, None, anchor, draw, *sizes, self.confidence, guide)
         waits = state.waits.astype(jnp.int32)
         pair = jnp.stack([jnp.where(state.waits, state.pending, anchor), anchor], axis=1)
 
@@ -306,7 +312,7 @@ class DraftModel(DrafterDefaults):
                 _put(links.cache.capsules, out.state.capsules, jnp.int32(0), waits),
             )
             links = replace(links, cache=steps)
-            return self._drafted(links, out.logits, drafts, draw, jnp.int32(0))
+            return self._drafted(links, out.logits, drafts, draw, guide, jnp.int32(0))
 
         return lax.cond(jnp.any(drafts), run, lambda links: links, links)
 
@@ -315,6 +321,7 @@ class DraftModel(DrafterDefaults):
         state: DraftModelState,
         limit: jax.Array,
         draw: Draw | None,
+        guide: Guide | None,
         number: jax.Array,
         links: Links,
     ) -> Links:
@@ -326,7 +333,7 @@ class DraftModel(DrafterDefaults):
         capsules = _put(steps.capsules, out.state.capsules, number, jnp.zeros_like(count))
         steps = replace(steps, model=self.model.commit(out.state, count), capsules=capsules)
         links = replace(links, cache=steps)
-        return self._drafted(links, out.logits, drafts, draw, number)
+        return self._drafted(links, out.logits, drafts, draw, guide, number)
 
     def _drafted(
         self,
@@ -334,10 +341,12 @@ class DraftModel(DrafterDefaults):
         logits: jax.Array,
         drafts: jax.Array,
         draw: Draw | None,
+        guide: Guide | None,
         number: jax.Array,
     ) -> Links:
         """Return the links with the draft of a pass whose logits are [B, 1, V]."""
-        return with_draft(links, logits[:, 0, : self.draftable], drafts, draw, number)
+        logits = logits[:, 0, : self.draftable]
+        return with_draft(links, logits, drafts, draw, guide, number)
 
     def _start(self, model: DecoderState) -> DraftModelState:
         batch = model.length.shape[0]

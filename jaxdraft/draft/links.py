@@ -14,6 +14,7 @@ from jax import lax
 from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, NoDraft, Proposal, Support
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.ranking import best_token
+from jaxdraft.structure.automaton import Guide
 
 DRAFT_TOKENS = 3
 """K unless chosen otherwise: no file states how far a head is chained."""
@@ -33,6 +34,7 @@ class Links:
     finite: jax.Array  # [B, K] bool: the scores of each pass were finite; True before it
     support: Support | None
     trust: jax.Array | None  # [B, K] float32, largest probability of each pass; 1 before it
+    place: jax.Array | None = None  # [B] int32, state of the row's structure, if rows have any
 
 
 class Linked(Protocol):
@@ -52,7 +54,14 @@ class Linked(Protocol):
         """Provide pages for ``positions`` [B] per row; a row that cannot get them is denied."""
         ...
 
-    def begin(self, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None) -> Links:
+    def begin(
+        self,
+        state: Any,
+        anchor: jax.Array,
+        limit: jax.Array,
+        draw: Draw | None,
+        guide: Guide | None,
+    ) -> Links:
         """Return the state before pass ``first_link``."""
         ...
 
@@ -62,7 +71,13 @@ class Linked(Protocol):
         ...
 
     def link(
-        self, state: Any, limit: jax.Array, draw: Draw | None, number: jax.Array, links: Links
+        self,
+        state: Any,
+        limit: jax.Array,
+        draw: Draw | None,
+        guide: Guide | None,
+        number: jax.Array,
+        links: Links,
     ) -> Links:
         """Run pass ``number`` [] int32."""
         ...
@@ -102,7 +117,7 @@ def run_chain(
     state = drafter.cover(state, jnp.where(limit > 0, used + limit, 0))
     reason = jnp.where(state.denied & (limit > 0), NoDraft.DENIED, reason)
     limit = jnp.where(state.denied, 0, limit)
-    links = chain(drafter, state, feed.anchor, limit, feed.draw)
+    links = chain(drafter, state, feed.anchor, limit, feed.draw, feed.guide)
     length, passes = jnp.minimum(limit, leading(links.finite)), limit
     failed = (limit > 0) & (length == 0)
     reason = jnp.where(failed, NoDraft.NONFINITE, reason).astype(jnp.int32)
@@ -148,7 +163,12 @@ def _trusted(drafter: Linked, links: Links) -> jax.Array:
 
 @jax.custom_jvp
 def chain(
-    drafter: Linked, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+    drafter: Linked,
+    state: Any,
+    anchor: jax.Array,
+    limit: jax.Array,
+    draw: Draw | None,
+    guide: Guide | None = None,
 ) -> Links:
     """Run as many passes as the row with most drafts needs; on devices other than CPUs, always K.
 
@@ -161,10 +181,11 @@ def chain(
       anchor: [B] int32.
       limit: [B] int32, drafts of every row, at most K.
       draw: how drafts are drawn; None: the best token.
+      guide: what the rows' structures allow.
     """
 
     def link(number: jax.Array, links: Links) -> Links:
-        step = functools.partial(drafter.link, state, limit, draw, number)
+        step = functools.partial(drafter.link, state, limit, draw, guide, number)
         if links.trust is None:
             return step(links)
         goes = _trusted(drafter, links)[:, -1] & (number < limit)  # passes to come count as 1
@@ -177,7 +198,7 @@ def chain(
         numbers = jnp.arange(drafter.first_link, drafter.draft_tokens, dtype=jnp.int32)
         return lax.scan(lambda c, i: (link(i, c), None), links, numbers, unroll=True)[0]
 
-    start = drafter.begin(state, anchor, limit, draw)
+    start = drafter.begin(state, anchor, limit, draw, guide)
     return lax.platform_dependent(start, cpu=until_done, default=written_out)
 
 
@@ -191,18 +212,23 @@ def _chain_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any
 
 
 def _whole_chain(
-    drafter: Linked, state: Any, anchor: jax.Array, limit: jax.Array, draw: Draw | None
+    drafter: Linked,
+    state: Any,
+    anchor: jax.Array,
+    limit: jax.Array,
+    draw: Draw | None,
+    guide: Guide | None = None,
 ) -> Links:
     """Compute what :func:`chain` does, in a loop whose length is static."""
     passes = jnp.max(limit, initial=0)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(links: Links, number: jax.Array) -> tuple[Links, None]:
-        link = functools.partial(drafter.link, state, limit, draw, number)
+        link = functools.partial(drafter.link, state, limit, draw, guide, number)
         return lax.cond(number < passes, link, lambda links: links, links), None
 
     numbers = jnp.arange(drafter.first_link, drafter.draft_tokens, dtype=jnp.int32)
-    return lax.scan(step, drafter.begin(state, anchor, limit, draw), numbers)[0]
+    return lax.scan(step, drafter.begin(state, anchor, limit, draw, guide), numbers)[0]
 
 
 def no_links(
@@ -213,6 +239,7 @@ def no_links(
     draft_tokens: int,
     draftable: int,
     confidence: float | jax.Array | None,
+    guide: Guide | None,
 ) -> Links:
     """Return a chain without drafts.
 
@@ -224,6 +251,7 @@ def no_links(
       draft_tokens: K.
       draftable: tokens that a draft can be.
       confidence: least probability of a draft; see :class:`Linked`.
+      guide: what the rows' structures allow.
     """
     shape = (anchor.shape[0], draft_tokens)
     support = None
@@ -238,6 +266,7 @@ def no_links(
         finite=jnp.ones(shape, bool),
         support=support,
         trust=None if confidence is None else jnp.ones(shape, jnp.float32),
+        place=None if guide is None else guide.state,
     )
 
 
@@ -246,6 +275,7 @@ def with_draft(
     logits: jax.Array,
     drafts: jax.Array,
     draw: Draw | None,
+    guide: Guide | None,
     number: jax.Array,
     tokens: jax.Array | None = None,
 ) -> Links:
@@ -256,6 +286,7 @@ def with_draft(
       logits: [B, V'] float32, scores of the pass.
       drafts: [B] bool: whether the row uses the draft.
       draw: how drafts are drawn; None: the best token.
+      guide: what the rows' structures allow.
       number: [] int32.
       tokens: [V'] int32, token of each score. Default: the index of the score.
     """
@@ -263,6 +294,10 @@ def with_draft(
     def ids(places: jax.Array) -> jax.Array:
         return places if tokens is None else jnp.take(tokens, places, axis=0, mode="clip")
 
+    place = links.place
+    if guide is not None and place is not None:
+        guide = replace(guide, state=place)
+        logits = guide.scores(logits, tokens)
     # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
     best = best_token(logits)
     top = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
@@ -274,6 +309,8 @@ def with_draft(
         support = Support(
             support.tokens.at[:, number].set(ids(among)), support.probs.at[:, number].set(probs)
         )
+    if guide is not None:
+        place = guide.after(token).state
     trust = links.trust
     if trust is not None:
         largest = jnp.exp(top - jax.nn.logsumexp(logits, axis=-1))
@@ -285,6 +322,7 @@ def with_draft(
         finite=links.finite.at[:, number].set(jnp.isfinite(top) | ~drafts),
         support=support,
         trust=trust,
+        place=place,
     )
 
 

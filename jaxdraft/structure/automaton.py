@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -348,6 +349,54 @@ def masked(
     allowed = jnp.take_along_axis(after, classes, axis=2) != REFUSED
     free = (structures.which == NO_STRUCTURE)[:, None, None]
     return jnp.where(allowed | free, logits, MASKED)
+
+
+@struct.dataclass
+class Guide:
+    """The place of each row in its structure, for drafters.
+
+    A drafter may ignore it. One that follows it has more drafts accepted.
+    """
+
+    structures: Structures
+    stop_ids: jax.Array  # [B, N] int32
+    state: jax.Array  # [B] int32
+
+    @property
+    def free(self) -> jax.Array:
+        """Rows without a structure, [B] bool."""
+        return self.structures.which == NO_STRUCTURE
+
+    def scores(self, scores: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+        """Return scores of the next draft, MASKED where the structure allows others only.
+
+        If it allows none of the tokens, the scores are returned as they are: the draft will be
+        rejected whatever it is.
+
+        Args:
+          scores: [B, C] float32.
+          tokens: [B, C] or [C] int32, the token of each score. Default: tokens 0..C-1.
+        """
+        which, vocab = jnp.maximum(self.structures.which, 0), self.structures.classes.shape[1]
+        if tokens is None:
+            tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)
+        tokens = jnp.clip(jnp.broadcast_to(tokens, scores.shape), 0, vocab - 1)
+        kinds = self.structures.classes[which[:, None], tokens].astype(jnp.int32)
+        stops = jnp.any(tokens[:, :, None] == self.stop_ids[:, None], axis=-1)
+        after = _after(self.structures.table[which, jnp.maximum(self.state, 0)], self.state)
+        allowed = jnp.take_along_axis(after, jnp.where(stops, END, kinds), axis=1) != REFUSED
+        allowed = allowed | self.free[:, None] | ~jnp.any(allowed, axis=1, keepdims=True)
+        return jnp.where(allowed, scores, MASKED)
+
+    def after(self, token: jax.Array) -> Guide:
+        """Return the guide after the draft ``token`` [B]."""
+        states = window(self.structures, self.stop_ids, self.state, token[:, None])
+        return replace(self, state=states[:, 1])
+
+
+def guide(structures: Structures | None, stop_ids: jax.Array, state: jax.Array) -> Guide | None:
+    """Return the guide of rows in these states; None without structures."""
+    return None if structures is None else Guide(structures, stop_ids, state)
 
 
 def complete(structures: Structures, states: jax.Array) -> jax.Array:

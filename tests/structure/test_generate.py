@@ -21,6 +21,7 @@ from jaxdraft import FallbackDrafter, Model, NgramDrafter, Sampling, Structure, 
 from jaxdraft.base import NO_TOKEN
 from jaxdraft.cli import app
 from jaxdraft.generate import _generate, _round_program, _start_program, generate, stream
+from jaxdraft.sampling import probabilities
 from jaxdraft.structure import automaton
 from jaxdraft.testing import LatticeDrafter
 from tests.examples import first
@@ -224,13 +225,30 @@ class Fresh(LatticeDrafter):
 
 @jax.tree_util.register_pytree_node_class
 class Cut(Fresh):
-    """Drafts that the structure would refuse are left out, after they were drawn."""
+    """Whether a draft is verified depends on the draft itself, after it was drawn."""
 
     def propose(self, state: Any, feed: Any) -> Any:
         state, proposal, info = super().propose(state, feed)
-        kept = jnp.cumprod((proposal.tokens != 2).astype(jnp.int32), axis=1).sum(axis=1)
+        kept = jnp.cumprod((proposal.tokens != 0).astype(jnp.int32), axis=1).sum(axis=1)
         length = jnp.minimum(proposal.length, kept)
         return state, replace(proposal, length=length.astype(jnp.int32)), info
+
+    tree_flatten = Fresh.tree_flatten
+
+
+@jax.tree_util.register_pytree_node_class
+class Unguided(Fresh):
+    """Drafts that follow the structure, and the distributions of drafts that do not."""
+
+    def propose(self, state: Any, feed: Any) -> Any:
+        state, proposal, info = super().propose(state, feed)
+        chosen = jnp.argmax(
+            proposal.lattice.candidates[:, :-1] == proposal.tokens[:, :-1, None], axis=-1
+        )
+        before = jnp.pad(chosen, ((0, 0), (1, 0)))[..., None, None]
+        every = probabilities(proposal.lattice.scores, feed.draw.truncation)
+        rows = jnp.take_along_axis(every, before, axis=2)[:, :, 0]
+        return state, replace(proposal, support=replace(proposal.support, probs=rows)), info
 
     tree_flatten = Fresh.tree_flatten
 
@@ -256,5 +274,7 @@ def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter = Fresh(DRAFTER.candidates, DRAFTER.scores)
         p, _ = chi_square(outputs(drafter, Sampling(**HOW), rows=ROWS // 2), right)
     assert p < LIMIT
-    p, _ = chi_square(outputs(Cut(*drafter.tree_flatten()[0]), Sampling(**HOW)), right)
-    assert p < LIMIT
+    for kind in (Cut, Unguided):
+        drafter = kind(DRAFTER.candidates, DRAFTER.scores)
+        p, _ = chi_square(outputs(drafter, Sampling(**HOW)), right)
+        assert p < LIMIT, kind
