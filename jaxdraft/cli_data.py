@@ -22,12 +22,15 @@ from jaxdraft.cli_options import (
     HistoryOption,
     KernelsOption,
     MeshOption,
+    RegexOption,
     RevisionOption,
+    SchemaOption,
     TokensOption,
     console,
     friendly,
     load_model,
     notes,
+    structure_of,
     with_history,
 )
 from jaxdraft.data import EMBEDDED
@@ -62,6 +65,8 @@ def map_command(
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends a text; may be repeated.")
     ] = None,
+    json_schema: SchemaOption = None,
+    regex: RegexOption = None,
     logprobs: Annotated[
         int | None,
         typer.Option(min=0, help="Add log-probabilities, and those of so many alternatives."),
@@ -102,6 +107,7 @@ def map_command(
             sampling=None if greedy else sampling,
             key=seed,
             stop=tuple(stop or ()),
+            structure=structure_of(json_schema, regex),
             logprobs=logprobs,
         )
         engine = Engine(

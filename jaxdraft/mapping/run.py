@@ -19,6 +19,7 @@ from jaxdraft.mapping.answers import Answers
 from jaxdraft.mapping.lines import Line, check_line, check_options, numbered, parse
 from jaxdraft.requests import Options
 from jaxdraft.sampling import Sampling
+from jaxdraft.structure import Structure, TokenAutomaton
 
 _FORM = 1
 """Version of the files' form."""
@@ -223,6 +224,11 @@ def _common(engine: Engine, rules: Mapping[str, Any]) -> Options:
     if unknown := sorted(set(rules) - set(names)):
         raise ValueError(f"unknown rules {unknown}; expected {names}")
     common = Options(**rules)
+    if common.sampling is not None and common.sampling.mask is not None:
+        raise ValueError(
+            "sampling.mask is a function, which the record of a run cannot hold; expected a "
+            "structure, or arrays (allowed, logit_bias)"
+        )
     check_options(engine, common)
     return common
 
@@ -253,7 +259,7 @@ def _record(engine: Engine, common: Options, count: int, digest: str) -> dict[st
     sampling = common.sampling
     if sampling is not None:
         found = {field.name: _plain(getattr(sampling, field.name)) for field in fields(Sampling)}
-        options |= {name: value for name, value in found.items() if name != "mask"}
+        options |= found
     key = common.key
     if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         options["key"] = [str(jax.random.key_impl(key)), _plain(jax.random.key_data(key))]
@@ -276,6 +282,10 @@ def _plain(value: Any) -> Any:
     """Return a setting as JSON; an array of many numbers as its sha256."""
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, Structure):
+        return value.pattern
+    if isinstance(value, TokenAutomaton):
+        return [_plain(value.table), _plain(value.classes)]
     if isinstance(value, Mapping):
         return sorted([int(token), float(number)] for token, number in value.items())
     if isinstance(value, list | tuple):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxdraft
 from jaxdraft import Engine, Sampling, Structure
 from jaxdraft.engine import programs
 from jaxdraft.engine.programs import Buckets
@@ -78,6 +81,22 @@ def test_other_structures_compile_nothing() -> None:
             sizes_now = [f._cache_size() for f in (programs.run_round, programs.run_chunk)]
             compiled = compiled or sizes_now
             assert sizes_now == compiled and engine.programs <= 3
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    """All answers follow the structure; a run is not continued with another one."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text('{"prompt": [1]}\n{"prompt": [2, 3]}\n')
+    sizes = SIZES | dict(pages=64)
+    engine = Engine(spoken(), **sizes)
+    rules: dict[str, Any] = dict(structure=Structure.choice(["abc", "d€"]), stop_ids=())
+    assert jaxdraft.map_file(engine, file, out, **rules).failed == 0
+    answers = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert all(answer["text"] in ("abc", "d€") for answer in answers)
+    with pytest.raises(ValueError, match="structure"):
+        jaxdraft.map_file(engine, file, out, **rules | dict(structure=WORDS))
+    with pytest.raises(ValueError, match="which the record of a run cannot hold"):
+        jaxdraft.map_file(engine, file, out, key=0, sampling=Sampling(mask=even))
 
 
 def test_a_structure_of_another_vocabulary() -> None:
