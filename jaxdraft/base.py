@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from jaxdraft.budget import DrafterCost
     from jaxdraft.sharding.placement import Placement
-    from jaxdraft.structure.automaton import Guide
 
 NO_PAGE = 2**30
 """Page id that means "no page". It lies past every pool, so
@@ -150,6 +149,43 @@ class Draw:
 
     truncation: Truncation
     keys: jax.Array  # [B] PRNG keys, for this proposal only
+
+
+class Guide(Protocol):
+    """The place of each row in its structure (:mod:`jaxdraft.structure`). A pytree.
+
+    A drafter may ignore it. One that follows it has more drafts accepted.
+    """
+
+    @property
+    def state(self) -> jax.Array:
+        """The place itself, [B] int32."""
+        ...
+
+    @property
+    def free(self) -> jax.Array:
+        """Rows without a structure, [B] bool."""
+        ...
+
+    def scores(self, scores: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+        """Return scores of the next draft, MASKED where the structure allows others only.
+
+        If it allows none of the tokens, the scores are returned as they are: the draft will be
+        rejected whatever it is.
+
+        Args:
+          scores: [B, C] float32.
+          tokens: [B, C] or [C] int32, the token of each score. Default: tokens 0..C-1.
+        """
+        ...
+
+    def after(self, token: jax.Array) -> Guide:
+        """Return the guide after the draft ``token`` [B]."""
+        ...
+
+    def at(self, state: jax.Array) -> Guide:
+        """Return the guide at another place [B]."""
+        ...
 
 
 @struct.dataclass

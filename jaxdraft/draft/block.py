@@ -19,6 +19,7 @@ from jaxdraft.base import (
     DraftInfo,
     Draw,
     Feed,
+    Guide,
     Lattice,
     NoDraft,
     Proposal,
@@ -41,7 +42,6 @@ from jaxdraft.sizes import check_slots, page_count, ring_pages
 from jaxdraft.state import paged, ring
 from jaxdraft.state.paged import PagedPool, Source
 from jaxdraft.state.ring import Ring
-from jaxdraft.structure.automaton import Guide
 
 INGEST_ROWS = 128
 """Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""

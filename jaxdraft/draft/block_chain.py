@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import Draw, Support
+from jaxdraft.base import Draw, Guide, Support
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.nn.block_drafter import BlockBackbone
 from jaxdraft.ranking import best_token
-from jaxdraft.structure.automaton import Guide
 
 
 @struct.dataclass

@@ -17,6 +17,7 @@ from jaxdraft.base import (
     DraftInfo,
     Draw,
     Feed,
+    Guide,
     Proposal,
 )
 from jaxdraft.budget import DrafterCost, Mirrored
@@ -28,7 +29,6 @@ from jaxdraft.nn.chain import ChainLayer
 from jaxdraft.sizes import check_slots
 from jaxdraft.state import paged
 from jaxdraft.state.paged import PagedPool
-from jaxdraft.structure.automaton import Guide
 
 INGEST_ROWS = 128
 """Rows that may be ingested at once; a dense pool keeps room for that many scratch rows."""

@@ -17,6 +17,7 @@ from jaxdraft.base import (
     DraftInfo,
     Draw,
     Feed,
+    Guide,
     Proposal,
 )
 from jaxdraft.budget import Beside, DrafterCost, Sliding, net_parts, recurrent_bytes
@@ -34,7 +35,6 @@ from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.state import recurrent
 from jaxdraft.state.decoder import DecoderState
 from jaxdraft.state.recurrent import Capsule, Recurrent
-from jaxdraft.structure.automaton import Guide
 from jaxdraft.target import DecoderTarget
 
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, NoDraft, Proposal, Support
+from jaxdraft.base import NO_TOKEN, DraftInfo, Draw, Feed, Guide, NoDraft, Proposal, Support
 from jaxdraft.draft.sampled import sampled_token
 from jaxdraft.ranking import best_token
-from jaxdraft.structure.automaton import Guide
 
 DRAFT_TOKENS = 3
 """K unless chosen otherwise: no file states how far a head is chained."""
@@ -296,7 +295,7 @@ def with_draft(
 
     place = links.place
     if guide is not None and place is not None:
-        guide = replace(guide, state=place)
+        guide = guide.at(place)
         logits = guide.scores(logits, tokens)
     # The best one and not the maximum, from which XLA's CPU backend may drop a NaN.
     best = best_token(logits)

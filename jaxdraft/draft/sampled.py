@@ -7,12 +7,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxdraft.base import Draw, Lattice, Support
+from jaxdraft.base import Draw, Guide, Lattice, Support
 from jaxdraft.draft.lattice import greedy, path_tokens, walk
 from jaxdraft.keys import own_streams
 from jaxdraft.ranking import largest_first
 from jaxdraft.sampling import draw, gumbel, perturb, probabilities
-from jaxdraft.structure.automaton import Guide
 
 
 def sampled_walk(

@@ -352,11 +352,8 @@ def masked(
 
 
 @struct.dataclass
-class Guide:
-    """The place of each row in its structure, for drafters.
-
-    A drafter may ignore it. One that follows it has more drafts accepted.
-    """
+class StructureGuide:
+    """A :class:`jaxdraft.base.Guide` of rows with automata."""
 
     structures: Structures
     stop_ids: jax.Array  # [B, N] int32
@@ -368,15 +365,7 @@ class Guide:
         return self.structures.which == NO_STRUCTURE
 
     def scores(self, scores: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-        """Return scores of the next draft, MASKED where the structure allows others only.
-
-        If it allows none of the tokens, the scores are returned as they are: the draft will be
-        rejected whatever it is.
-
-        Args:
-          scores: [B, C] float32.
-          tokens: [B, C] or [C] int32, the token of each score. Default: tokens 0..C-1.
-        """
+        """See :meth:`jaxdraft.base.Guide.scores`."""
         which, vocab = jnp.maximum(self.structures.which, 0), self.structures.classes.shape[1]
         if tokens is None:
             tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)
@@ -388,15 +377,21 @@ class Guide:
         allowed = allowed | self.free[:, None] | ~jnp.any(allowed, axis=1, keepdims=True)
         return jnp.where(allowed, scores, MASKED)
 
-    def after(self, token: jax.Array) -> Guide:
+    def after(self, token: jax.Array) -> StructureGuide:
         """Return the guide after the draft ``token`` [B]."""
         states = window(self.structures, self.stop_ids, self.state, token[:, None])
-        return replace(self, state=states[:, 1])
+        return self.at(states[:, 1])
+
+    def at(self, state: jax.Array) -> StructureGuide:
+        """Return the guide at another place [B]."""
+        return replace(self, state=state)
 
 
-def guide(structures: Structures | None, stop_ids: jax.Array, state: jax.Array) -> Guide | None:
+def guide(
+    structures: Structures | None, stop_ids: jax.Array, state: jax.Array
+) -> StructureGuide | None:
     """Return the guide of rows in these states; None without structures."""
-    return None if structures is None else Guide(structures, stop_ids, state)
+    return None if structures is None else StructureGuide(structures, stop_ids, state)
 
 
 def complete(structures: Structures, states: jax.Array) -> jax.Array:
