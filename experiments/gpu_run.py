@@ -38,8 +38,8 @@ from common import HERE, table, write_result
 
 import jaxdraft
 from jaxdraft.devices import native_dtype
-from jaxdraft.generate import score
 from jaxdraft.plan import check_batch
+from jaxdraft.scoring import score
 
 TOLERANCES = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest difference of log-probabilities from float32 on a CPU, over the likely tokens: some ten

@@ -32,7 +32,7 @@ from jaxdraft.draft.fallback import FallbackDrafter
 from jaxdraft.draft.history import HistoryDrafter
 from jaxdraft.draft.ngram import NgramDrafter
 from jaxdraft.engine import Engine, EngineEvent, Request
-from jaxdraft.generate import Event, Output, Scored, generate, score, stream
+from jaxdraft.generate import Event, Output, generate, stream
 from jaxdraft.load import LoadWarning, inspect, load
 from jaxdraft.mapping import MapSummary, map_file
 from jaxdraft.model import Model, ModelInfo
@@ -41,6 +41,7 @@ from jaxdraft.overview import Overview, overview
 from jaxdraft.plan import Plan, plan
 from jaxdraft.rounds import Logprobs, Rules
 from jaxdraft.sampling import Sampling
+from jaxdraft.scoring import Scored, log_probs, score
 from jaxdraft.sharding import Placement, ShardingError, shard, unshard
 from jaxdraft.structure import Structure, TokenAutomaton
 from jaxdraft.telemetry import Stats, Summary, summarize
@@ -102,6 +103,7 @@ __all__ = [
     "inspect",
     "lattice",
     "load",
+    "log_probs",
     "map_file",
     "overview",
     "plan",

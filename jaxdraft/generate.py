@@ -28,8 +28,6 @@ from jaxdraft.prompts import Prompts, host, traced
 from jaxdraft.requests import Options, check
 from jaxdraft.rounds import Logprobs, RoundInfo, RoundState, Rules
 from jaxdraft.sampling import Sampling
-from jaxdraft.scan import checkpointed_scan
-from jaxdraft.sizes import PREFILL_CHUNK
 from jaxdraft.stop_strings import StopText
 from jaxdraft.structure import Structured
 from jaxdraft.structure.automaton import Structures, sizes, stack
@@ -101,15 +99,6 @@ class Event:
     accepted: int  # accepted drafts among the tokens; -1 for the token after the prompt
     finish_reason: str | None  # set on the row's last event
     logprobs: Logprobs | None = None  # of these tokens, numpy arrays [T], [T, n], [T, n]
-
-
-@struct.dataclass
-class Scored:
-    """Result of one forward pass over given tokens."""
-
-    logits: jax.Array  # [B, T, V] float32; row t predicts token t + 1
-    aux_hidden: jax.Array | None  # [B, T, A]
-    hidden: jax.Array | None  # [B, T, D], after the final norm
 
 
 def generate(
@@ -244,38 +233,6 @@ def stream(
     ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
     given.check_concrete(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
     return _stream(model, ready, throw, logprobs)
-
-
-def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
-    """Run the target over given tokens, from an empty state.
-
-    Args:
-      model: model from :func:`jaxdraft.load` or ``Model.of``.
-      tokens: tokens in any form that ``prompts`` of :func:`generate` accepts.
-      lengths: [B], length of each row, for an array. Results past a row's length are meaningless.
-
-    Differentiable with respect to the floats of ``model``, in forward and in reverse mode. Rows are
-    recomputed in chunks: with n chunks, a gradient keeps about sqrt(n) copies of the state.
-
-    Returns:
-      Logits [B, T, V], auxiliary states [B, T, A] and hidden rows [B, T, D].
-
-    Raises:
-      ValueError: as for :func:`generate`: tokens outside the vocabulary or the context.
-    """
-    guard.check_target(model.target)
-    ids, count = given.arrays(model, tokens, lengths)
-    size = ids.shape[1]
-    if size > model.info.context_length:
-        raise ValueError(
-            f"{size} tokens do not fit the context of {model.info.context_length} positions"
-        )
-    bucket = size if traced(ids) else given.bucket_of(size)
-    ids, count = jax.device_put((given.pad(ids, bucket), count))
-    given.check_varying(model, ids, count)
-    scored = _score(model.target, ids, count)
-    # A static slice: Python's would bring its bounds to the device.
-    return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, size, axis=1), scored)
 
 
 # --------------------------------------------------------------------------- programs
@@ -413,38 +370,6 @@ def _output(state: RoundState, lengths: jax.Array, new_tokens: int) -> Output:
 
 
 _output_program = functools.partial(jax.jit, static_argnames=("new_tokens",))(_output)
-
-
-@jax.jit
-def _score(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
-    placement = full_target(target).placement
-    if placement is not None:
-        rows = placement.rows_axis(tokens.shape[0])
-        tokens, lengths = (placement.constrain(x, rows) for x in (tokens, lengths))
-    with traced_for(mesh_of(target)):
-        return _scored(target, tokens, lengths)
-
-
-def _scored(target: Target, tokens: jax.Array, lengths: jax.Array) -> Scored:
-    batch, size = tokens.shape
-    chunk = min(size, PREFILL_CHUNK)
-    padded = given.pad(tokens, size + -size % chunk)
-    state = target.init(batch, padded.shape[1])
-
-    def step(carry: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Scored]:
-        state, offset = carry
-        part = lax.dynamic_slice_in_dim(padded, offset, chunk, axis=1)
-        count = jnp.clip(lengths - offset, 0, chunk)
-        out = guard.forward(target, part, count, state)
-        state = guard.commit(target, out.state, count, state)
-        return (state, offset + chunk), Scored(out.logits, out.aux, out.hidden)
-
-    start = (state, jnp.asarray(0, jnp.int32))
-    _, parts = checkpointed_scan(step, start, padded.shape[1] // chunk)
-    # [chunks, B, chunk, X] -> [B, T, X]
-    return jax.tree.map(
-        lambda x: jnp.swapaxes(x, 0, 1).reshape(batch, -1, x.shape[-1])[:, :size], parts
-    )
 
 
 # --------------------------------------------------------------------------- host

@@ -231,6 +231,22 @@ def per_row(name: str, value: Any, batch: int, *, low: int) -> Any:
     return np.broadcast_to(np.minimum(given, _INT32_MAX), (batch,)).astype(np.int32)
 
 
+def positive_per_row(name: str, value: Any, batch: int) -> Any:
+    """Return one number above zero, or one per row, as [B] float32; checked unless traced.
+
+    Raises:
+      ValueError: another type or shape, or a number that is not above zero.
+    """
+    given = jnp.asarray(value) if traced(value) else host(value)
+    if not np.issubdtype(given.dtype, np.number) or given.shape not in ((), (batch,)):
+        raise ValueError(f"{name} is {value!r}; expected a number, or {batch} of them")
+    if traced(given):
+        return jnp.broadcast_to(given.astype(jnp.float32), (batch,))
+    if not (np.isfinite(given).all() and (given > 0).all()):
+        raise ValueError(f"{name} is {value!r}; expected finite numbers above 0")
+    return np.broadcast_to(given, (batch,)).astype(np.float32)
+
+
 def stop_rows(stops: Any, vocab_size: int, batch: int) -> Any:
     """Return stop ids for every row, [B, S] int32; in NumPy and checked, unless traced.
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxdraft import guard
-from jaxdraft.base import Target
 from jaxdraft.checks import check_int
 from jaxdraft.model import Model
 from jaxdraft.prompts import bucket_of
-from jaxdraft.sizes import PREFILL_CHUNK
+from jaxdraft.scoring import token_log_probs
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, at least one, and of its continuation, at least one."""
@@ -114,37 +109,6 @@ class Scorer:
         for place, row in enumerate(rows):
             ids[place, : len(row)] = row
             lengths[place] = len(row) - 1
-        chunk = min(size, PREFILL_CHUNK)
-        given = jax.device_put((ids, lengths))
-        return jax.device_get(_token_scores(self.model.target, *given, chunk=chunk))
-
-
-@functools.partial(jax.jit, static_argnames=("chunk",))
-def _token_scores(
-    target: Target, tokens: jax.Array, lengths: jax.Array, *, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return [B, S] float32, log-probability of token t + 1, and [B, S] bool, whether it is best.
-
-    Args:
-      target: the target.
-      tokens: [B, S + 1].
-      lengths: [B], number of tokens that are read.
-      chunk: tokens per forward pass; a divisor of S.
-    """
-    batch, size = tokens.shape[0], tokens.shape[1] - 1
-    state = target.init(batch, size)
-
-    def step(state: Any, offset: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-        part = lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
-        following = lax.dynamic_slice_in_dim(tokens, offset + 1, chunk, axis=1)
-        count = jnp.clip(lengths - offset, 0, chunk)
-        out = guard.forward(target, part, count, state)
-        own = jnp.take_along_axis(out.logits, following[..., None], axis=-1)[..., 0]
-        scores = own - jax.nn.logsumexp(out.logits, axis=-1)
-        best = jnp.argmax(out.logits, axis=-1).astype(jnp.int32) == following
-        return guard.commit(target, out.state, count, state), (scores, best)
-
-    offsets = jnp.arange(0, size, chunk, dtype=jnp.int32)
-    _, parts = lax.scan(step, state, offsets)
-    scores, best = (jnp.swapaxes(x, 0, 1).reshape(batch, size) for x in parts)
-    return scores, best
+        given = jax.device_put((ids, lengths, np.ones(self.batch, np.float32)))
+        scores, best = jax.device_get(token_log_probs(self.model.target, *given, best=True))
+        return scores, best
