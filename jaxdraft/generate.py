@@ -20,6 +20,7 @@ from jax import lax
 from jaxdraft import guard, rounds
 from jaxdraft import prompts as given
 from jaxdraft.base import NO_TOKEN, Drafter, Status, Target, full_target, mesh_of
+from jaxdraft.checks import check_int
 from jaxdraft.devices import prompt_chunk
 from jaxdraft.meshes import set_in_rows, traced_for
 from jaxdraft.model import Model
@@ -120,6 +121,7 @@ def generate(
     memory: int | str | None = None,
     trace: bool = False,
     throw: bool = True,
+    n: int = 1,
 ) -> Output:
     """Continue every prompt losslessly: drafting never changes what the target would produce.
 
@@ -163,6 +165,9 @@ def generate(
       trace: whether to return ``out.trace``.
       throw: whether to raise when a row's logits are not finite, or when no token may follow.
         Otherwise only ``status`` reports it.
+      n: samples per prompt. Each prompt is read once and continued by n rows side by side: with P
+        prompts, ``B = P * n``, and row i continues prompt ``i // n``. Lists of settings, one per
+        row, have B entries; ``lengths`` has P. Tokens are those of n copies of each prompt.
 
     Returns:
       Tokens [B, N], their number [B], and counters.
@@ -178,7 +183,7 @@ def generate(
         max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
         structure=structure,
     )  # fmt: skip
-    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
+    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory, n)
     given.check_varying(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
     out = _generate(
         model.target,
@@ -188,6 +193,7 @@ def generate(
         ready.rules,
         new_tokens=ready.new_tokens,
         chunk=ready.chunk,
+        samples=n,
         trace=trace,
         logprobs=logprobs,
     )
@@ -216,6 +222,7 @@ def stream(
     logprobs: int | None = None,
     memory: int | str | None = None,
     throw: bool = True,
+    n: int = 1,
 ) -> Iterator[Event]:
     """Generate round by round, with one event per row that received tokens.
 
@@ -230,7 +237,7 @@ def stream(
         max_length=max_length, sampling=sampling, key=key, stop=stop, logprobs=logprobs,
         structure=structure,
     )  # fmt: skip
-    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory)
+    ready = _prepare(model, prompts, lengths, options, drafter, draft_tokens, memory, n)
     given.check_concrete(model, ready.drafter, ready.tokens, ready.lengths, ready.rules)
     return _stream(model, ready, throw, logprobs)
 
@@ -238,7 +245,7 @@ def stream(
 # --------------------------------------------------------------------------- programs
 
 
-@functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "trace", "logprobs"))
+@functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "samples", "trace", "logprobs"))
 def _generate(
     target: Target,
     drafter: Drafter,
@@ -248,13 +255,15 @@ def _generate(
     *,
     new_tokens: int,
     chunk: int,
+    samples: int,
     trace: bool,
     logprobs: int | None,
 ) -> Output:
     """Run the prefill, then rounds until every row is done."""
     placement = full_target(target).placement
     with traced_for(mesh_of(target)):
-        out = _whole(target, drafter, tokens, lengths, rules, new_tokens, chunk, trace, logprobs)
+        sizes = dict(new_tokens=new_tokens, chunk=chunk, samples=samples)
+        out = _whole(target, drafter, tokens, lengths, rules, sizes, trace, logprobs)
     return out if placement is None else placement.everywhere(out)
 
 
@@ -264,14 +273,13 @@ def _whole(
     tokens: jax.Array,
     lengths: jax.Array,
     rules: Rules,
-    new_tokens: int,
-    chunk: int,
+    sizes: dict[str, int],
     trace: bool,
     logprobs: int | None,
 ) -> Output:
     Carry = tuple[RoundState, jax.Array, Trace | None, Logprobs | None]
-    state, info = _start(target, drafter, tokens, lengths, rules, new_tokens, chunk, logprobs)
-    batch = tokens.shape[0]
+    state, info = _start(target, drafter, tokens, lengths, rules, **sizes, logprobs=logprobs)
+    batch, new_tokens = tokens.shape[0] * sizes["samples"], sizes["new_tokens"]
     # A round emits at least one token of every running row.
     seen = Trace(jnp.full((batch, new_tokens), -1, jnp.int32)) if trace else None
     collected = _no_logprobs(batch, new_tokens, logprobs)
@@ -291,6 +299,7 @@ def _whole(
 
     carry = (state, jnp.asarray(0, jnp.int32), seen, collected)
     state, _, seen, collected = lax.while_loop(running, body, carry)
+    lengths = _each(lengths, sizes["samples"])
     return replace(_output(state, lengths, new_tokens), trace=seen, logprobs=collected)
 
 
@@ -302,6 +311,7 @@ def _start(
     rules: Rules,
     new_tokens: int,
     chunk: int,
+    samples: int,
     logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Prefill into buffers with room for the output."""
@@ -316,13 +326,24 @@ def _start(
             rules,
             capacity=size + new_tokens,
             chunk=chunk,
+            samples=samples,
             logprobs=logprobs,
         )
 
 
-_start_program = functools.partial(jax.jit, static_argnames=("new_tokens", "chunk", "logprobs"))(
-    _start
-)
+_start_program = functools.partial(
+    jax.jit, static_argnames=("new_tokens", "chunk", "samples", "logprobs")
+)(_start)
+
+
+def _each(x: Any, samples: int) -> Any:
+    """Repeat the rows of an array of prompts for their samples."""
+    if samples == 1:
+        return x
+    if traced(x):
+        return jnp.repeat(x, samples, axis=0)
+    repeated = np.repeat(host(x), samples, axis=0)  # on the host: one program less
+    return jax.device_put(repeated) if isinstance(x, jax.Array) else repeated
 
 
 @functools.partial(jax.jit, donate_argnames=("state",), static_argnames=("logprobs",))
@@ -345,6 +366,7 @@ def _no_logprobs(batch: int, size: int, alternatives: int | None) -> Logprobs | 
         jnp.zeros((batch, size), jnp.float32),
         jnp.full((batch, size, alternatives), NO_TOKEN, jnp.int32),
         jnp.zeros((batch, size, alternatives), jnp.float32),
+        jnp.zeros((batch, size), jnp.float32),
     )
 
 
@@ -386,6 +408,7 @@ class _Prepared:
     new_tokens: int  # N, rounded up
     wanted: int  # the caller's N
     chunk: int  # rows of a prompt that run at once
+    samples: int  # n
     stop: tuple[str, ...]
 
 
@@ -397,6 +420,7 @@ def _prepare(
     drafter: str | Drafter,
     draft_tokens: int | None,
     memory: int | str | None,
+    samples: int = 1,
 ) -> _Prepared:
     """Check all arguments, then transfer them to the device."""
     guard.check_target(model.target)
@@ -406,8 +430,9 @@ def _prepare(
     )  # fmt: skip
     chosen = model.choose(drafter, draft_tokens)
     ids, count = given.arrays(model, prompts, lengths)
-    batch, unknown = ids.shape[0], traced(ids, count)
-    found = check(model, options, count, draft_tokens=chosen.draft_tokens)
+    batch, unknown = ids.shape[0] * check_int("n", samples), traced(ids, count)
+    each = _each(count, samples)
+    found = check(model, options, each, draft_tokens=chosen.draft_tokens)
     wanted = most = int(found.max_new_tokens.max())
     if not unknown:  # no row can emit more than the context leaves
         most = min(most, found.max_length - int(count.min()))
@@ -437,15 +462,14 @@ def _prepare(
     )
     stop_text = None if automaton is None else StopText(*automaton)
     rules = Rules(**fields, stop_text=stop_text, structures=structures)
-    chunk = prompt_chunk(model.target, batch=batch, size=ids.shape[1], room=new_tokens)
-    return _Prepared(chosen, ids, count, rules, new_tokens, wanted, chunk, found.stop)
+    chunk = prompt_chunk(model.target, batch=ids.shape[0], size=ids.shape[1], room=new_tokens)
+    return _Prepared(chosen, ids, count, rules, new_tokens, wanted, chunk, samples, found.stop)
 
 
 def _described(out: Output, model: Model, ready: _Prepared) -> Output:
     """Add the fields that ``Output.texts`` needs."""
-    return replace(
-        out, prompts=ready.tokens, prompt_lengths=ready.lengths, text=model.text, stop=ready.stop
-    )
+    tokens, lengths = (_each(x, ready.samples) for x in (ready.tokens, ready.lengths))
+    return replace(out, prompts=tokens, prompt_lengths=lengths, text=model.text, stop=ready.stop)
 
 
 def _finish(out: Output, wanted: int, throw: bool) -> Output:
@@ -486,11 +510,13 @@ def _stream(
         ready.rules,
         new_tokens=ready.new_tokens,
         chunk=ready.chunk,
+        samples=ready.samples,
         logprobs=logprobs,
     )
-    batch = ready.tokens.shape[0]
+    tokens, lengths = (_each(x, ready.samples) for x in (ready.tokens, ready.lengths))
+    batch = tokens.shape[0]
     seen, accepted = np.zeros(batch, np.int64), np.full(batch, -1)
-    prompt, ids = host(ready.lengths), host(ready.tokens)
+    prompt, ids = host(lengths), host(tokens)
     texts = None
     if model.text is not None:
         parts = (row[:n] for row, n in zip(ids, prompt, strict=True))
@@ -519,5 +545,5 @@ def _stream(
             break
         state, info = _round_program(target, drafter, state, ready.rules, logprobs=logprobs)
         accepted = host(info.accepted)
-    out = replace(_output_program(state, ready.lengths, ready.new_tokens), logprobs=collected)
+    out = replace(_output_program(state, lengths, ready.new_tokens), logprobs=collected)
     return _finish(_described(out, model, ready), ready.wanted, throw)

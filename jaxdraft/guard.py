@@ -97,6 +97,29 @@ def _check_size(what: str, value: Any, low: int) -> None:
         raise ValueError(f"{what} is {value!r}; expected an integer of at least {low}")
 
 
+def check_form(what: str, old: Any, new: Any) -> None:
+    """Check that a target or a drafter can take the place of another in compiled programs.
+
+    Raises:
+      ValueError: their settings differ, or an array's shape or type.
+    """
+    (olds, form), (news, found) = (jax.tree.flatten(part) for part in (old, new))
+    if form != found:
+        raise ValueError(
+            f"the {what} is {_kind(new)} of another form; expected the settings of the engine's "
+            f"{_kind(old)}"
+        )
+    paths = jax.tree_util.tree_leaves_with_path(new)
+    for (path, _), a, b in zip(paths, olds, news, strict=True):
+        one, other = (jax.typeof(x) if hasattr(x, "dtype") else type(x) for x in (a, b))
+        if one != other:
+            raise ValueError(f"{what}{jax.tree_util.keystr(path)} is {other}; expected {one}")
+
+
+def _kind(part: Any) -> str:
+    return f"a {type(part).__name__}"
+
+
 # --------------------------------------------------------------------------- targets
 
 

@@ -33,6 +33,7 @@ from jaxdraft.ranking import largest_first
 from jaxdraft.round_state import RoundState, Rules
 from jaxdraft.sampling import History
 from jaxdraft.sharding.states import divide_state
+from jaxdraft.state import rows
 from jaxdraft.structure import automaton
 from jaxdraft.telemetry import Stats
 from jaxdraft.verify import Verdict
@@ -43,11 +44,18 @@ MAX_FAILURES = 3
 
 @struct.dataclass
 class Logprobs:
-    """Log-probabilities under the target's own logits: before temperature, penalties and bans."""
+    """Log-probabilities of the emitted tokens, and of alternatives.
+
+    Those of the model are under its own logits, before penalties, bans, temperature and truncation;
+    those in ``sampled`` are after all of these.
+    """
 
     token: jax.Array  # [B, T] float32, of the emitted tokens; 0 where there is none
     top_tokens: jax.Array  # [B, T, n] int32, the best n, best first; NO_TOKEN where there is none
     top: jax.Array  # [B, T, n] float32
+    sampled: jax.Array
+    """[B, T] float32, of the emitted tokens in the distribution that they were drawn from. 0 in
+    greedy rows, whose tokens are certain."""
 
 
 @struct.dataclass
@@ -69,6 +77,7 @@ def prefill(
     *,
     capacity: int,
     chunk: int,
+    samples: int = 1,
     logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Run the prompts, emit the token that follows each, and propose for the first round.
@@ -79,23 +88,24 @@ def prefill(
       tokens: [B, S] int32: the prompts, with room for the output. Rows past their length may hold
         anything; they become zeros.
       lengths: [B] int32; a row of length zero never runs.
-      rules: see :class:`Rules`.
+      rules: see :class:`Rules`; those of ``B * samples`` rows.
       capacity: positions to make room for.
       chunk: prompt rows run at once.
+      samples: n, rows that continue each prompt, side by side. Prompts are read once if the states
+        of target and drafter can be repeated (:func:`jaxdraft.state.rows.repeat`).
       logprobs: give log-probabilities, and so many alternatives.
     """
     batch, size = tokens.shape
-    state = empty(
-        target.init(batch, capacity),
-        drafter.init(batch, capacity),
-        batch=batch,
-        size=size,
-        draft_tokens=drafter.draft_tokens,
-    )
-    placement = full_target(target).placement
-    if placement is not None:
-        state = divide_state(placement, state, batch)
-        tokens, lengths, rules = divide_state(placement, (tokens, lengths, rules), batch)
+
+    def make(batch: int) -> RoundState:
+        caches = target.init(batch, capacity), drafter.init(batch, capacity)
+        return empty(*caches, batch=batch, size=size, draft_tokens=drafter.draft_tokens)
+
+    rules = _divided(target, rules, batch * samples)
+    if samples > 1 and not rows.repeatable(make, batch, samples):
+        tokens, lengths = jnp.repeat(tokens, samples, axis=0), jnp.repeat(lengths, samples)
+        batch, samples = batch * samples, 1
+    state, tokens, lengths = _divided(target, (make(batch), tokens, lengths), batch)
     state = replace(
         state, status=jnp.where(lengths > 0, Status.RUNNING, Status.EMPTY).astype(jnp.int32)
     )
@@ -116,7 +126,18 @@ def prefill(
         _, last, state = run(start)
     else:
         _, last, state = lax.while_loop(lambda c: c[0] < longest, run, start)
-    return begin(drafter, state, logits_after(target, last), rules, logprobs=logprobs)
+    logits = logits_after(target, last)
+    if samples > 1:
+        logits = jnp.repeat(logits, samples, axis=0)
+        state = rows.repeat(make, state, batch, samples)
+        state = _divided(target, state, batch * samples)
+    return begin(drafter, state, logits, rules, logprobs=logprobs)
+
+
+def _divided(target: Target, tree: Any, batch: int) -> Any:
+    """Divide arrays of ``batch`` rows over the target's mesh, if it is on one."""
+    placement = full_target(target).placement
+    return tree if placement is None else divide_state(placement, tree, batch)
 
 
 def empty(target: Any, drafter: Any, *, batch: int, size: int, draft_tokens: int) -> RoundState:
@@ -239,7 +260,7 @@ def emit_first_token(
     state, window_tokens, count, accepted = _emit(state, verdict, none, rules)
     no_drafts = DraftInfo(jnp.zeros_like(count), jnp.zeros((), jnp.int32))
     return state, RoundInfo(
-        accepted, count, no_drafts, _logprobs(logits, window_tokens, count, logprobs)
+        accepted, count, no_drafts, _logprobs(logits, verdict, window_tokens, count, logprobs)
     )
 
 
@@ -332,7 +353,8 @@ def _verify(
     feed = _feed(out, window, rows, first, *_ask(state, drafter, rules), state.anchor)
     feed = replace(feed, draw=sampling.drafting(rules.sampling, state.length))
     state = replace(state, drafter=guard.ingest(drafter, state.drafter, feed))
-    return _Verified(state, feed, accepted, _logprobs(out.logits, window_tokens, rows, logprobs))
+    chances = _logprobs(out.logits, verdict, window_tokens, rows, logprobs)
+    return _Verified(state, feed, accepted, chances)
 
 
 def _widen(verified: _Verified, drafts: int) -> _Verified:
@@ -346,7 +368,7 @@ def _widen(verified: _Verified, drafts: int) -> _Verified:
     aux, hidden, tokens = jax.tree.map(wide, (feed.aux, feed.hidden, feed.tokens))
     if logprobs is not None:
         tops = wide(logprobs.top_tokens, NO_TOKEN)
-        logprobs = Logprobs(wide(logprobs.token), tops, wide(logprobs.top))
+        logprobs = replace(jax.tree.map(wide, logprobs), top_tokens=tops)
     feed = replace(feed, aux=aux, hidden=hidden, tokens=tokens)
     return replace(verified, feed=feed, logprobs=logprobs)
 
@@ -467,7 +489,11 @@ def _match_stops(
 
 
 def _logprobs(
-    logits: jax.Array, window_tokens: jax.Array, count: jax.Array, alternatives: int | None
+    logits: jax.Array,
+    verdict: Verdict,
+    window_tokens: jax.Array,
+    count: jax.Array,
+    alternatives: int | None,
 ) -> Logprobs | None:
     """Return log-probabilities of the first ``count`` [B] of ``window_tokens`` [B, T]."""
     if alternatives is None:
@@ -488,6 +514,7 @@ def _logprobs(
         jnp.where(there, token, 0.0),
         jnp.where(there[..., None], ids, NO_TOKEN),
         jnp.where(there[..., None], top, 0.0),
+        jnp.where(there, verdict.log_prob, 0.0),
     )
 
 

@@ -38,7 +38,7 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
 
     Args:
       model: model from :func:`jaxdraft.load` or ``Model.of``.
-      tokens: tokens in any form that ``prompts`` of :func:`generate` accepts.
+      tokens: tokens in any form that ``prompts`` of :func:`jaxdraft.generate` accepts.
       lengths: [B], length of each row, for an array. Results past a row's length are meaningless.
 
     Differentiable with respect to the floats of ``model``, in forward and in reverse mode. Rows are
@@ -48,7 +48,7 @@ def score(model: Model, tokens: Prompts, lengths: Any = None) -> Scored:
       Logits [B, T, V], auxiliary states [B, T, A] and hidden rows [B, T, D].
 
     Raises:
-      ValueError: as for :func:`generate`: tokens outside the vocabulary or the context.
+      ValueError: as for :func:`jaxdraft.generate`: tokens outside the vocabulary or the context.
     """
     guard.check_target(model.target)
     ids, count = given.arrays(model, tokens, lengths)

@@ -22,6 +22,9 @@ class Verdict:
     accepted: jax.Array  # [B] int32, length of the accepted prefix
     next_token: jax.Array  # [B] int32: a correction, or the bonus after a full acceptance
     finite: jax.Array  # [B] bool: ``next_token`` came from finite logits
+    log_prob: jax.Array
+    """[B, 1 + K] float32: log-probability of each accepted draft and, at ``accepted``, of
+    ``next_token`` in the distribution that it was chosen from. 0 where it was the best token."""
     failure: jax.Array | None = None  # [B] int32, the status of rows that are not finite
 
 
@@ -54,7 +57,7 @@ def greedy(logits: jax.Array, proposal: Proposal) -> Verdict:
     def last(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, accepted[:, None], axis=1)[:, 0]
 
-    return Verdict(accepted, last(best), last(finite))
+    return Verdict(accepted, last(best), last(finite), jnp.zeros((batch, rows), jnp.float32))
 
 
 def sampled(
@@ -92,22 +95,28 @@ def sampled(
         proposed = jnp.arange(width, dtype=jnp.int32)[None] < length[:, None]
         tokens = jnp.maximum(drafts, 0)
         rows = jax.tree.map(lambda x: x[:, :width], target)
-        p = jnp.exp(rows.log_prob(tokens))
+        log_p = rows.log_prob(tokens)
+        p = jnp.exp(log_p)
         q = _proposed_with(proposal, tokens)
         keys = draw_keys(streams, at, 0)
         u = jax.vmap(lambda key: jax.random.uniform(key, (width,), jnp.float32))(keys)
         accepts = (u * q < p) & finite[:, :-1] & proposed
         accepted = jnp.sum(jnp.cumprod(accepts.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-        last = target.rows(accepted).probs()  # [B, V]
+        end = target.rows(accepted)
+        last = end.probs()  # [B, V]
         residual = jnp.maximum(last - _rejected_mass(proposal, accepted, last.shape[-1]), 0.0)
         # A draft is rejected only where p < q, so the residual is positive except after rounding.
         left = jnp.sum(residual, axis=-1, keepdims=True) > 0
         token = draw(jnp.where(left, residual, last), draw_keys(streams, at, 1))
         emitted_finite = jnp.take_along_axis(finite, accepted[:, None], axis=1)[:, 0]
+        log_p = jnp.pad(log_p, ((0, 0), (0, 1)))
+        at_end = jnp.arange(width + 1, dtype=jnp.int32)[None] == accepted[:, None]
+        log_p = jnp.where(at_end, end.log_prob(token)[:, None], log_p)
         return Verdict(
             jnp.where(warm, accepted, verdict.accepted),
             jnp.where(warm, token, verdict.next_token),
             jnp.where(warm, emitted_finite, verdict.finite),
+            jnp.where(warm[:, None], log_p, 0.0),
         )
 
     return lax.cond(jnp.any(warm), judge, lambda: verdict)

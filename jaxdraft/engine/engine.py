@@ -24,7 +24,7 @@ from jaxdraft.engine.runner import Runner, pool_pages
 from jaxdraft.engine.scheduler import Scheduler, Work
 from jaxdraft.engine.sequence import Phase, RequestRules, Sequence
 from jaxdraft.engine.threads import FairLock, Readers, Waiters, exclusive
-from jaxdraft.guard import check_target
+from jaxdraft.guard import check_form, check_target
 from jaxdraft.model import Model
 from jaxdraft.plan import MAX_BATCH
 from jaxdraft.prompts import one_prompt
@@ -120,6 +120,7 @@ class Engine:
         self.model = model
         check_target(model.target)
         self.drafter = model.choose(drafter, draft_tokens)
+        self._named = drafter if isinstance(drafter, str) else None
         self.draft_tokens = self.drafter.draft_tokens
         self.max_batch = rows = check_int("max_batch", max_batch)
         longest = model.info.context_length
@@ -283,16 +284,19 @@ class Engine:
         prompts: Iterable[str | Ids[int]],
         *,
         key: jax.Array | int | None = None,
+        n: int = 1,
         progress: bool = False,
         **rules: Any,
     ) -> list[Request]:
-        """Run a request for every prompt, and return them in order.
+        """Run n requests for every prompt, and return them in order.
 
-        Request i draws the same numbers as row i of ``generate(prompts, key=key)``.
+        Request i draws the same numbers as row i of ``generate(prompts, key=key, n=n)``. The pages
+        of a prompt are computed once and shared, if prefixes are cached.
 
         Args:
           prompts: strings, or lists of ids.
           key: as in :meth:`submit`.
+          n: samples per prompt, side by side in the result.
           progress: whether to show a progress bar.
           **rules: as in :meth:`submit`.
 
@@ -300,10 +304,12 @@ class Engine:
           ValueError: as in :meth:`submit`, with the prompt's number; then no request runs.
         """
         requests: list[Request] = []
+        check_int("n", n)
         try:
             for number, prompt in enumerate(prompts):
                 try:
-                    requests.append(self.submit(prompt, key=key, row=number, **rules))
+                    for row in range(number * n, (number + 1) * n):
+                        requests.append(self.submit(prompt, key=key, row=row, **rules))
                 except ValueError as error:
                     raise ValueError(f"prompt {number}: {error}") from error
         except BaseException:
@@ -320,6 +326,33 @@ class Engine:
                 lambda: bar.update(task, completed=sum(r.finished for r in requests)),
             )
         return requests
+
+    @exclusive
+    def update(self, model: Model, drafter: str | Drafter | None = None) -> None:
+        """Replace the weights of the target and of the drafter. Nothing is compiled.
+
+        Unfinished requests keep their tokens and continue with the new weights: their texts are
+        read again, as after a preemption. To finish them with the old weights, run the engine until
+        nothing is left to do first. Cached prefixes, and what finished requests kept, are dropped.
+
+        Whatever the drafter is, all further tokens are those of the new target. A drafter that was
+        switched off by a fault stays off.
+
+        Args:
+          model: a model of the same form: the same shapes, types and settings, on the same devices.
+          drafter: as for :class:`Engine`; of the same form as the engine's. Default: the model's
+            if the engine's was chosen by name, else the engine's own.
+
+        Raises:
+          ValueError: target or drafter have another form. Nothing has changed.
+        """
+        chosen = self._checked(model, drafter)
+        self.scheduler.restart()
+        self._counters.restart()
+        self.model, self.drafter = model, chosen
+        if self.drafter_fault is not None:
+            chosen = self.runner.drafter
+        self.runner.update(model.target, chosen)
 
     @exclusive
     def cancel(self, request: Request) -> None:
@@ -509,6 +542,15 @@ class Engine:
             self.runner.compiled |= seen
 
     # ------------------------------------------------------------------ helpers
+
+    def _checked(self, model: Model, drafter: str | Drafter | None) -> Drafter:
+        """Return the drafter that goes with a model that replaces the engine's, both checked."""
+        self._usable()
+        wanted = self._named if drafter is None else drafter
+        chosen = self.drafter if wanted is None else model.choose(wanted, self.draft_tokens)
+        check_form("target", self.model.target, model.target)
+        check_form("drafter", self.drafter, chosen)
+        return chosen
 
     def _usable(self) -> None:
         if self._closed:

@@ -121,6 +121,13 @@ class PrefixCache:
         self._touch(path)
         return path
 
+    def common(self, ids: Sequence[int], others: Sequence[int], most: int) -> int:
+        """Return the number of pages, at most ``most``, with which both texts begin."""
+        for number in range(most):
+            if self._key(ids, number) != self._key(others, number):
+                return number
+        return max(most, 0)
+
     def full(self, positions: int) -> int:
         """Return the number of pages whose content is final once ``positions`` are cached."""
         return max(0, positions - self.overlap) // self.pages.size

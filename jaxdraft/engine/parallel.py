@@ -10,9 +10,10 @@ import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from jaxdraft.base import full_target
+from jaxdraft.base import Drafter, full_target
 from jaxdraft.checks import check_int
 from jaxdraft.engine.engine import Engine
 from jaxdraft.engine.request import EngineEvent, Request
@@ -45,6 +46,8 @@ class ParallelEngine(Engine):
         *,
         max_batch: int = MAX_BATCH,
         pages: int | None = None,
+        drafter: str | Drafter = "auto",
+        draft_tokens: int | None = None,
         **sizes: Any,
     ) -> None:
         from jaxdraft.sharding.place import rows_of
@@ -60,11 +63,14 @@ class ParallelEngine(Engine):
         each = max_batch // count, None if pages is None else pages // count
         self.lock, self.waiters = FairLock(), Waiters()
         self._readers, self._closed = Readers(), False
+        self.model, self.drafter = model, model.choose(drafter, draft_tokens)
+        self._named = drafter if isinstance(drafter, str) else None
         self._engines = [
-            Engine(part, max_batch=each[0], pages=each[1], **sizes) for part in rows_of(model)
+            Engine(part, max_batch=each[0], pages=each[1], drafter=part.drafter, **sizes)
+            for part in rows_of(replace(model, drafter=self.drafter))
         ]
-        self.model, first = model, self._engines[0]
-        self.drafter, self.draft_tokens = first.drafter, first.draft_tokens
+        first = self._engines[0]
+        self.draft_tokens = first.draft_tokens
         self.max_batch, self.context = max_batch, first.context
         for engine in self._engines:
             engine._number, engine._order = first._number, first._order
@@ -88,6 +94,17 @@ class ParallelEngine(Engine):
     def rewind(self, request: Request) -> Request:
         """See :meth:`Engine.rewind`."""
         return request._engine.rewind(request)
+
+    @exclusive
+    def update(self, model: Model, drafter: str | Drafter | None = None) -> None:
+        """See :meth:`Engine.update`."""
+        from jaxdraft.sharding.place import rows_of
+
+        chosen = self._checked(model, drafter)
+        self.model, self.drafter = model, chosen
+        parts = rows_of(replace(model, drafter=chosen))
+        for engine, part in zip(self._engines, parts, strict=True):
+            engine.update(part, part.drafter)
 
     @exclusive
     def cancel(self, request: Request) -> None:

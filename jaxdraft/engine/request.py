@@ -76,6 +76,12 @@ class Request:
         return self._sequence.logprobs
 
     @property
+    def sampled_logprobs(self) -> list[float] | None:
+        """Log-probabilities in the distribution that each token was drawn from, after penalties,
+        temperature and truncation; those of greedy tokens are 0. With ``logprobs=n``."""
+        return self._sequence.sampled_logprobs
+
+    @property
     def finished(self) -> bool:
         """Whether the current turn is over."""
         return self._sequence.finished

@@ -78,13 +78,20 @@ class Runner:
             drawn: rows.layout(lambda b, drawn=drawn: self._formed(self._make(b), drawn), batch)
             for drawn in (False, True)
         }
-        one = jax.jit(lambda: self._make(1))()
+        self._new_row = jax.jit(lambda *parts: self._make(1, *parts))
+        self._new_state = jax.jit(lambda *parts: self._make(batch, *parts))
+        self.update(target, drafter)
+
+    def update(self, target: Target, drafter: Drafter) -> None:
+        """Take other weights of the same form, and an empty state. Programs stay compiled."""
+        self.target, self.drafter = target, drafter
+        one = self._new_row(target, drafter)
         self._blank = {d: rows.own(self._formed(one, d), self._where[d]) for d in (False, True)}
         self.reset()
 
     def reset(self) -> None:
         """Replace the state with an empty one."""
-        self.state: RoundState = jax.jit(lambda: self._make(self.batch))()
+        self.state: RoundState = self._new_state(self.target, self.drafter)
         self._drawn = False
 
     @property
@@ -263,8 +270,10 @@ class Runner:
 
     # ------------------------------------------------------------------ the state's shape
 
-    def _make(self, batch: int) -> RoundState:
-        target, drafter = empty_states(self.target, self.drafter, batch, **self._sizes)
+    def _make(self, batch: int, *parts: Any) -> RoundState:
+        """Return an empty state of ``parts``, target and drafter. Default: the runner's own."""
+        own, drafts = parts or (self.target, self.drafter)
+        target, drafter = empty_states(own, drafts, batch, **self._sizes)
         state = rounds.empty(
             target,
             drafter,

@@ -241,13 +241,19 @@ class Scheduler:
                     self.preempt(self._youngest())
                 self._read(work, alone, left)
         else:
-            while left > 0 and (sequence := self._next()) is not None:
+            later = []
+            while left > 0 and self._free and (sequence := self._next()) is not None:
+                if self._read_by_another(sequence):
+                    later.append(heapq.heappop(self._waiting))
+                    continue
                 # Each running sequence may soon need one more page.
                 spare = sum(r.phase is Phase.RUNNING for r in self.active.values())
                 if not self._admit(work, sequence, spare):
                     break
                 heapq.heappop(self._waiting)
                 left -= self._read(work, sequence, left)
+            for entry in later:
+                heapq.heappush(self._waiting, entry)
         work.lost, self.lost = self.lost, []
         work.stopped, self.stopping = self.stopping, []
         return work
@@ -259,6 +265,29 @@ class Scheduler:
         if count:
             work.reading.append((sequence, count))
         return count
+
+    def _read_by_another(self, sequence: Sequence) -> bool:
+        """Return whether a row reads pages now that ``sequence`` can share once they are read.
+
+        They must be worth the wait: at least half of what that row still has to read.
+        """
+        if not self.prefixes or sequence.read:
+            return False
+        size = self.pages.size
+        most = (sequence.goal - 1) // size
+        cached = None
+        for other in self.active.values():
+            if other.phase is not Phase.READING:
+                continue
+            full = min(most, self.cache.full(other.goal))
+            shared = self.cache.common(sequence.ids, other.ids, full)
+            if not shared or self.checkpointed and shared * size not in other.checkpoint_positions:
+                continue
+            if cached is None:
+                cached = len(self.cache.match(sequence.ids, most))
+            if 2 * (shared - cached) * size >= max(other.goal - other.read, 1):
+                return True
+        return False
 
     def _admit(self, work: Work, sequence: Sequence, spare: int) -> bool:
         """Give a sequence a row and pages for its text and first round, if they are available."""

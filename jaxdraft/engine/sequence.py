@@ -87,7 +87,7 @@ class Sequence:
       reused: number of prompt positions taken from a cache instead of computed.
       done: counters of the rows that it has left.
       now: counters of its current row.
-      finish_reason, error, text, logprobs: as in :class:`jaxdraft.Request`.
+      finish_reason, error, text, logprobs, sampled_logprobs: as in :class:`jaxdraft.Request`.
       output_text: the decoder of the output, once a token was emitted.
       total: maximum number of tokens of prompt and output together.
     """
@@ -128,6 +128,7 @@ class Sequence:
         self.logprobs: list[tuple[float, list[tuple[int, float]]]] | None = (
             None if rules.logprobs is None else []
         )
+        self.sampled_logprobs: list[float] | None = None if rules.logprobs is None else []
         self.emitted = self.pending = 0
         self.failures = self.failed_before = 0
         self.stop_state = self.structure_state = 0
@@ -144,7 +145,7 @@ class Sequence:
         del self.ids[turn.start :]
         if not self.turns:
             self.turns.append(Turn(0, 0))
-        self.emitted, self.text, self.logprobs = 0, None, None
+        self.emitted, self.text, self.logprobs, self.sampled_logprobs = 0, None, None, None
         return turn
 
     @property
@@ -209,7 +210,9 @@ class Sequence:
         if first:
             self.counters.prompts += len(tokens)
         if self.logprobs is not None and logprobs is not None:
+            assert self.sampled_logprobs is not None
             self.logprobs += _listed(logprobs, place, len(tokens), self.rules.logprobs or 0)
+            self.sampled_logprobs += logprobs.sampled[place, : len(tokens)].tolist()
         return tokens
 
     def decode(

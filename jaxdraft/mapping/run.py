@@ -59,8 +59,9 @@ def map_file(
     An answer is a JSON object with the number of its ``line`` (from 1), ``id`` and ``data`` if
     given, ``prompt_tokens``, ``text`` (null without a tokenizer), ``tokens``, ``finish_reason`` and
     ``error`` (null, or a message). With ``logprobs`` it also has ``logprobs``, one number per
-    token, and above zero ``alternatives``, pairs of token and log-probability. With ``n`` above 1,
-    all but ``line``, ``id``, ``data`` and ``prompt_tokens`` are in ``samples``, a list of n.
+    token, and above zero ``alternatives``, pairs of token and log-probability; sampled answers
+    also have ``sampled_logprobs``, in the distribution that was drawn from. With ``n`` above 1, all
+    but ``line``, ``id``, ``data`` and ``prompt_tokens`` are in ``samples``, a list of n.
     Answers are in the order in which they were finished. A prompt that cannot run, for example
     because it is longer than the context, has ``finish_reason`` ``"refused"``; it stops no other.
 
@@ -205,6 +206,8 @@ def _sample(request: Request) -> dict[str, Any]:
     )
     if request.logprobs is not None:
         found["logprobs"] = [_number(own) for own, _ in request.logprobs]
+        if request._sequence.options.sampling is not None:
+            found["sampled_logprobs"] = [_number(own) for own in request.sampled_logprobs or ()]
         if any(others for _, others in request.logprobs):
             found["alternatives"] = [
                 [[token, _number(value)] for token, value in others]

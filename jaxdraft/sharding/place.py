@@ -241,6 +241,8 @@ class _Row(_Walk):
         """Return the array of the row's own slices."""
         del cut
         assert self.target is not None
+        if not isinstance(x.sharding, NamedSharding):  # on one device: the caller's own drafter
+            return x
         slices = [part.data for part in x.addressable_shards if part.device in self.devices]
         sharding = NamedSharding(self.target.mesh, x.sharding.spec)
         return jax.make_array_from_single_device_arrays(x.shape, sharding, slices)

@@ -161,7 +161,7 @@ class Placement:
         """Return the axis that ``batch`` rows are divided over: None unless they divide."""
         return self.data if batch % self.rows == 0 else None
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def constrain(self, x: jax.Array, *axes: Any) -> jax.Array:
         """Divide an array inside a program; axes of a surrounding ``shard_map`` are left out."""
         around = jax.sharding.get_abstract_mesh()
         manual = set(around.manual_axes) if around.axis_names else set()

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxdraft.sharding.placement import Placement
 from jaxdraft.state.paged import PagedPool
@@ -45,15 +46,18 @@ def divide_recurrent(placement: Placement, state: Recurrent, by_heads: bool) -> 
 def divide_state(placement: Placement, tree: Any, batch: int) -> Any:
     """Divide the state of a round: caches as :func:`divide_pages`, other arrays [B, ...] by rows.
 
-    Recurrent states are left as they are: the target has divided them.
+    Recurrent states are divided by rows alone: the target has divided their heads.
     """
     rows = placement.rows_axis(batch)
+
+    def by_rows(x: jax.Array) -> jax.Array:
+        return placement.constrain(x, rows, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
 
     def place(part: Any) -> Any:
         if isinstance(part, PagedPool | Ring):
             return divide_pages(placement, part)
         if isinstance(part, Recurrent):
-            return part
+            return part if rows is None else jax.tree.map(by_rows, part)
         if part.ndim and part.shape[0] == batch:
             return placement.constrain(part, rows)
         return part

@@ -29,6 +29,9 @@ Layout = tuple[bool, ...]
 
 State = TypeVar("State")
 
+_CONTENTS = ("keys", "values", "length")
+"""Members of a pool that a row brings along."""
+
 
 def layout(make: Callable[[int], Any], batch: int) -> Layout:
     """Return which leaves of ``make(batch)`` have one row per batch row, without allocating."""
@@ -64,6 +67,51 @@ def put(state: State, part: State, where: Layout, rows: jax.Array) -> State:
         for x, y, mine in zip(leaves, jax.tree.leaves(part), where, strict=True)
     )
     return jax.tree.unflatten(tree, new)
+
+
+def repeatable(make: Callable[[int], Any], batch: int, times: int) -> bool:
+    """Return whether :func:`repeat` can tell the rows of ``make(batch)`` apart."""
+    one, more = (jax.eval_shape(functools.partial(make, b)) for b in (batch, batch * times))
+
+    def fits(a: Any, b: Any) -> bool:
+        if _is_pool(a):
+            return a.dense
+        return a.shape == b.shape or (
+            a.shape[0] % batch == 0 and b.shape == (times * a.shape[0], *a.shape[1:])
+        )
+
+    return jax.tree.all(jax.tree.map(fits, one, more, is_leaf=_is_pool))
+
+
+def repeat(make: Callable[[int], State], state: State, batch: int, times: int) -> State:
+    """Return a state of ``batch * times`` rows, every row ``times`` times, side by side.
+
+    Pages are copied, since each of the new rows writes to its own. Example, two rows of one page
+    each, three times: pages 0 0 0 1 1 1.
+
+    Args:
+      make: function that returns an empty state of so many rows; :func:`repeatable`.
+      state: a state of ``batch`` rows.
+      batch: B.
+      times: n.
+    """
+    # Its page tables and stacks of free pages; its pages are not used, and so are not allocated.
+    fresh = make(batch * times)
+
+    def rows(x: jax.Array, new: jax.Array) -> jax.Array:
+        if x.shape == new.shape:
+            return x
+        each = x.shape[0] // batch  # a row may own several pages
+        parts = x.reshape(batch, 1, each, *x.shape[1:])
+        return jnp.broadcast_to(parts, (batch, times, *parts.shape[2:])).reshape(new.shape)
+
+    def each(old: Any, new: Any) -> Any:
+        if not _is_pool(old):
+            return rows(old, new)
+        contents = {n: jax.tree.map(rows, getattr(old, n), getattr(new, n)) for n in _CONTENTS}
+        return replace(new, **contents)
+
+    return jax.tree.map(each, state, fresh, is_leaf=_is_pool)
 
 
 def own(state: Any, where: Layout) -> tuple[jax.Array, ...]:

@@ -44,9 +44,9 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_the_numbers_of_transformers(model: LM) -> None:
-    before = scores._token_scores._cache_size()
+    before = scores.token_log_probs._cache_size()
     assert_equal(answers(model), json.loads(GOLDEN.read_text()))
-    assert scores._token_scores._cache_size() - before <= 3, "one program per power of two"
+    assert scores.token_log_probs._cache_size() - before <= 3, "one program per power of two"
     whole = model.generate_until(requests(GENERATE), True)
     assert whole == json.loads(GOLDEN.read_text())["generate"], "together as one by one"
 
