@@ -311,7 +311,7 @@ def _start(
     rules: Rules,
     new_tokens: int,
     chunk: int,
-    samples: int,
+    samples: int = 1,
     logprobs: int | None = None,
 ) -> tuple[RoundState, RoundInfo]:
     """Prefill into buffers with room for the output."""
