@@ -255,7 +255,7 @@ def _generate(
     *,
     new_tokens: int,
     chunk: int,
-    samples: int,
+    samples: int = 1,
     trace: bool,
     logprobs: int | None,
 ) -> Output:
