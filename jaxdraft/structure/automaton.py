@@ -41,8 +41,8 @@ NEVER, END = 0, 1
 MAX_STATES = 2**14
 """Maximum number of states of an automaton; they are stored in 16 bits."""
 
-_MOST_ROUNDS = 256
-"""Maximum number of steps in which states are told apart before they are merged."""
+_MERGING = 2**18
+"""Maximum number of states, times steps in which they are told apart, before they are merged."""
 
 _COLUMNS = 2**22
 """Entries of the table over states and tokens that are computed at once."""
@@ -112,6 +112,7 @@ class TokenAutomaton:
           ValueError: too many states, or the tokens spell no text that the automaton accepts.
         """
         _check_states(len(steps))
+        steps, ends = _merged(steps, ends)  # first, since there may be many tokens
         return _reduced(_columns(steps, tokens, vocab_size), ends, vocab_size)
 
     @property
@@ -241,7 +242,7 @@ def _merged(table: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
     end soon, as with very long chains of states, the table is returned as it was.
     """
     labels = ends.astype(np.int64)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MERGING // len(ends)):
         after = np.append(labels, REFUSED)[table]
         keys = np.concatenate([labels[:, None], after], axis=1)
         _, first, found = np.unique(keys, axis=0, return_index=True, return_inverse=True)
