@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdraft.config import MoeConfig
 from jaxdraft.kernels.form import Form
+from jaxdraft.native.product import without
 from jaxdraft.nn.fused import split
 from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import Packed, PackedMatrix, check_arrays
@@ -237,6 +238,11 @@ def _expert(experts: Experts, index: jax.Array) -> Experts:
 
 def _one_expert(config: MoeConfig, rows: jax.Array, expert: Experts) -> jax.Array:
     """Run one expert over rows [R, D]; ``expert`` has no axis of experts."""
+    with without():  # XLA reads its slice in place; a native product would read a copy
+        return _one_expert_by_xla(config, rows, expert)
+
+
+def _one_expert_by_xla(config: MoeConfig, rows: jax.Array, expert: Experts) -> jax.Array:
     inner = matmul(rows, expert.gate_up)
     if expert.gate_up_bias is not None:
         inner = inner + expert.gate_up_bias[None]

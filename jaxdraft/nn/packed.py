@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ from jax.typing import DTypeLike
 from jaxdraft.kernels import PALLAS, XLA
 from jaxdraft.kernels.form import Form
 from jaxdraft.meshes import on_a_mesh
+from jaxdraft.native import product as native
 from jaxdraft.nn.product import multiply_dense, precision, product_in_halves
 
 Arrays = Mapping[str, Any]
@@ -141,7 +143,15 @@ class PackedMatrix:
 
     def matmul(self, x: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
         """[..., in] -> [..., out], in ``out_dtype``, or else in ``dtype``."""
-        form, planes = self.form, self._rows(x)
+        form, out = self.form, out_dtype or self.form.dtype
+        count = math.prod(x.shape[:-1])
+        if native.serves(form, count, out, self.weights):
+            rows = x.reshape(count, form.inputs).astype(form.dtype)
+            stored, rows, arrays = native.in_order(form, rows, self.arrays)
+            weights = tuple(arrays[name] for name in stored.parts)
+            product = native.multiply(stored, out, rows, weights, _multiply_rows)
+            return product.reshape(*x.shape[:-1], form.outputs)
+        planes = self._rows(x)
         few = planes.shape[1] <= _FEW_ROWS
         product = lax.platform_dependent(
             self.arrays,
@@ -172,6 +182,14 @@ class PackedMatrix:
         rows = jnp.pad(rows, ((0, 0), (0, blocks * form.block - form.inputs)))
         planes = rows.reshape(rows.shape[0], -1, 8 // form.bits)
         return jnp.transpose(planes, (2, 0, 1))
+
+
+def _multiply_rows(
+    form: Form, out_dtype: DTypeLike, rows: jax.Array, *weights: jax.Array
+) -> jax.Array:
+    """[rows, in] -> [rows, out], by XLA."""
+    arrays = dict(zip(form.parts, weights, strict=True))
+    return PackedMatrix(arrays, form).matmul(rows, out_dtype=out_dtype)
 
 
 def _planes(form: Form, arrays: Arrays) -> jax.Array:

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxdraft.kernels.form import Form
 from jaxdraft.meshes import on_a_mesh
+from jaxdraft.native import product as native
 
 
 def precision(dtype: DTypeLike) -> lax.Precision:
@@ -36,14 +38,28 @@ def multiply_dense(
       out_dtype: dtype of the sums and of the result; default: that of ``weight``.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    form = _rows_first if rows.shape[0] >= _MANY_ROWS else product_in_halves
+    outputs, inputs = weight.shape
+    form, out = Form(inputs, outputs, weight.dtype), out_dtype or weight.dtype
+    if native.serves(form, rows.shape[0], out, (weight,)):
+        product = native.multiply(form, out, rows, (weight,), _multiply)
+    else:
+        product = _multiply(form, out_dtype, rows, weight)
+    return product.reshape(*x.shape[:-1], outputs)
+
+
+def _multiply(
+    form: Form, out_dtype: DTypeLike | None, rows: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """[rows, in] x [out, in] -> [rows, out], by XLA."""
+    del form
+    on_cpu = _rows_first if rows.shape[0] >= _MANY_ROWS else product_in_halves
     product = lax.platform_dependent(
         weight,
         rows,
-        cpu=functools.partial(form, out_dtype=out_dtype),
+        cpu=functools.partial(on_cpu, out_dtype=out_dtype),
         default=functools.partial(_product_apart, out_dtype=out_dtype),
     )
-    return product.T.reshape(*x.shape[:-1], weight.shape[0])
+    return product.T
 
 
 def _product(weight: jax.Array, rows: jax.Array, *, out_dtype: DTypeLike | None) -> jax.Array:
