@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from convert.build import Shell
 from convert.errors import ArtifactError
 from convert.tensors import Tensor
-from jaxdraft import native
 from jaxdraft.config import (
     FULL_ATTENTION,
     AttentionConfig,
@@ -25,6 +24,7 @@ from jaxdraft.config import (
     MoeConfig,
     TargetConfig,
 )
+from jaxdraft.native.build import description
 
 Facts = dict[str, Any]
 
@@ -124,7 +124,7 @@ class Report:
             "max_batch": self.max_batch,
             "target": _part(self.target),
             "drafter": _part(self.drafter),
-            "products_of_few_rows_on_cpus": native.description(),
+            "products_of_few_rows_on_cpus": description(),
             "files": dict(self.files),
             "problems": [str(problem) for problem in self.problems],
             "notes": list(self.notes),

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from common import interleave, ratios, table, write_result
 
 import jaxdraft
-from jaxdraft import native
 from jaxdraft.kernels.form import Form
+from jaxdraft.native.build import description
 from jaxdraft.native.product import without
 from jaxdraft.nn.linear import matmul
 from jaxdraft.nn.packed import PackedMatrix
@@ -142,7 +142,7 @@ def main() -> None:
     head = ["weights", "rows", "XLA, ms", "native, ms", "XLA / native"]
     body = table(head, products(args.repeats))
     body += (
-        f"\n\nAll products of a step of SmolLM2-135M, {native.description()}. Medians of "
+        f"\n\nAll products of a step of SmolLM2-135M, {description()}. Medians of "
         f"{args.repeats} after one warm-up, and in parentheses against one row; the ratio is taken "
         f"pair by pair (least..largest). Blocks have 32 numbers and float32 scales. {args.note}"
     )

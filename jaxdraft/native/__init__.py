@@ -44,13 +44,3 @@ def choice() -> str:
             f"the environment variable {VARIABLE} is {found!r}; expected one of {expected}"
         )
     return found
-
-
-def description() -> str:
-    """Return which products serve few rows on CPUs, and why."""
-    from jaxdraft.native.build import library  # it compiles
-
-    if choice() == OFF:
-        return f"XLA ({VARIABLE}=on would use native ones)"
-    found = library()
-    return f"XLA ({found.reason})" if found.handle is None else f"native, {found.name}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from jaxdraft.native import choice
+from jaxdraft.native import OFF, VARIABLE, choice
 
 _SOURCES = Path(__file__).parent
 
@@ -84,6 +84,14 @@ def library() -> Library:
         function = jax.ffi.pycapsule(getattr(handle, f"jaxdraft_{kind}"))
         jax.ffi.register_ffi_target(f"jaxdraft_{kind}_{key}", function, platform="cpu")
     return Library(handle, key, handle.jaxdraft_chosen().decode())
+
+
+def description() -> str:
+    """Return which products of few rows serve on CPUs, and why."""
+    if choice() == OFF:
+        return f"XLA ({VARIABLE}=on would use native ones)"
+    found = library()
+    return f"XLA ({found.reason})" if found.handle is None else f"native, {found.name}"
 
 
 def _compiler() -> list[str]:

@@ -342,7 +342,8 @@ inline Floats weights(const uint16_t* w) {
 typedef Floats Sums[MOST_ROWS][OUTPUTS];
 
 // sums[r][o] += w[o] * x[r], over n numbers. x is padded with zeros to full vectors, w is not.
-template <int R, int O, class W>
+// The outputs after these are fetched meanwhile if w is in memory. A prefetch reads nothing.
+template <int R, int O, bool STREAM, class W>
 inline void accumulate(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t n,
                        Floats (*sums)[OUTPUTS]) {
   Floats sum[R][O];
@@ -350,7 +351,10 @@ inline void accumulate(const W* w, int64_t w_stride, const float* x, int64_t x_s
     for (int o = 0; o < O; o++) sum[r][o] = sums[r][o];
   auto add = [&](const W* at, int64_t stride, int64_t k) __attribute__((always_inline)) {
     Floats weight[O];
-    for (int o = 0; o < O; o++) weight[o] = weights(at + o * stride);
+    for (int o = 0; o < O; o++) {
+      weight[o] = weights(at + o * stride);
+      if (STREAM) __builtin_prefetch(at + (o + OUTPUTS) * stride);
+    }
     for (int r = 0; r < R; r++) {
       const Floats row = load<Floats>(x + r * x_stride + k);
       for (int o = 0; o < O; o++) sum[r][o] += weight[o] * row;
@@ -382,7 +386,7 @@ inline void by_rows(int64_t rows, const F& f) {
   }
 }
 
-template <int G, class W>
+template <int G, bool STREAM, class W>
 struct Dense {
   const Product& p;
   const W* w;
@@ -394,7 +398,7 @@ struct Dense {
     constexpr int O = G < outputs_at_once(R) ? G : outputs_at_once(R);
     for (int o = 0; o < G; o += O) {
       Floats (*to)[OUTPUTS] = reinterpret_cast<Floats (*)[OUTPUTS]>(&sums[row][o]);
-      accumulate<R, O>(w + o * w_stride, w_stride, p.arranged + row * p.stride + first, p.stride, n,
+      accumulate<R, O, STREAM>(w + o * w_stride, w_stride, p.arranged + row * p.stride + first, p.stride, n,
                        to);
     }
   }
@@ -419,6 +423,7 @@ inline void accumulate_packed(const Product& p, const float* values, int64_t out
   for (int r = 0; r < R; r++)
     for (int o = 0; o < O; o++) sum[r][o] = sums[r][o];
   const float* x = p.arranged + row * p.stride + from * PLANES;
+  const int64_t next = OUTPUTS * (p.inputs / PLANES);  // the outputs after these
   int64_t at = from;
   for (int64_t b = 0; b < count; b++) {
     int64_t end = (first + b + 1) * width;
@@ -431,8 +436,10 @@ inline void accumulate_packed(const Product& p, const float* values, int64_t out
                                weight(O > 3 ? 3 : 0)};
     for (; at < end; at += L, x += L * PLANES) {
       Words bytes[O];
-      for (int o = 0; o < O; o++)
+      for (int o = 0; o < O; o++) {
         bytes[o] = widened(raw[o] + at);
+        __builtin_prefetch(raw[o] + at + next);
+      }
       for (int n = 0; n < PLANES; n++) {
         Floats found[O];
         for (int o = 0; o < O; o++) found[o] = weights[o](bytes[o], n);
@@ -503,7 +510,7 @@ void dense(const Product& p, int64_t output) {
   const W* w = static_cast<const W*>(p.weight.data) + output * p.inputs;
   for (int64_t k = 0; k < p.inputs; k += DENSE_PANEL) {
     const int64_t n = p.inputs - k < DENSE_PANEL ? p.inputs - k : DENSE_PANEL;
-    by_rows(p.rows, Dense<G, W>{p, w + k, p.inputs, k, n, sums});
+    by_rows(p.rows, Dense<G, true, W>{p, w + k, p.inputs, k, n, sums});
   }
   finish<G>(p, output, sums);
 }
@@ -514,8 +521,9 @@ void packed(const Product& p, const float* values, int64_t output) {
   const int64_t bytes = p.inputs / PLANES, width = p.block / PLANES;
   Sums sums;
   clear<G>(p, sums);
-  // A vector lies in one block, and its weights are found without a table in memory.
-  const bool direct = p.rows <= ROWS && width % L == 0 &&
+  // A vector lies in one block, and its weights are found without a table in memory. Decoding twice
+  // takes less time than writing and reading what was decoded.
+  const bool direct = p.rows <= 2 * ROWS && width % L == 0 &&
                       (p.values == INTEGER || (L == 16 && p.values == E2M1));
   if (direct) {
     for (int64_t from = 0; from < bytes; from += VECTORS * L) {
@@ -530,7 +538,7 @@ void packed(const Product& p, const float* values, int64_t output) {
     const int64_t n = (to - from + L - 1) / L * L * PLANES;
     for (int o = 0; o < G; o++)
       decode<BITS, ROUND, GENERAL>(p, values, output + o, from, to, decoded + o * PANEL);
-    by_rows(p.rows, Dense<G, float>{p, decoded, PANEL, from * PLANES, n, sums});
+    by_rows(p.rows, Dense<G, false, float>{p, decoded, PANEL, from * PLANES, n, sums});
   }
   finish<G>(p, output, sums);
 }

@@ -220,7 +220,7 @@ def test_without_a_compiler_there_is_a_reason(
     found = build.library.__wrapped__()
     assert found.handle is None and found.reason.endswith("error: no")
     monkeypatch.setattr(build, "library", lambda: found)
-    assert native.description() == f"XLA ({found.reason})"
+    assert build.description() == f"XLA ({found.reason})"
 
 
 def test_unknown_choices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
