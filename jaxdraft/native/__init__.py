@@ -3,13 +3,13 @@
 XLA has no product for CPUs that reads packed bytes: it decodes a matrix to floats first. The
 functions here read matrices as they are stored, 32, 16, 8, 4 or 2 bits per number, and share XLA's
 own threads. Sums are float32. Their order depends on the matrix alone, so a row has the same result
-alone and in a window, bit for bit; XLA's sums have another order.
+in every native product, bit for bit; XLA's sums have another order.
 
 The environment variable :data:`VARIABLE` switches them on. The source is compiled at the first use,
 with the C++ compiler of the machine, and kept in ``jaxdraft/native`` of ``XDG_CACHE_HOME`` or
 ``~/.cache``. Without a compiler, or where it fails, the XLA path serves, and ``jaxdraft inspect``
-shows the reason. The XLA path also serves wider windows and prompts, programs on several devices,
-exported programs, derivatives, and the experts of a mixture.
+shows the reason. The XLA path also serves single rows of float32 matrices, wider windows and
+prompts, programs on several devices, exported programs, derivatives, and the experts of a mixture.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def serves(form: Form, rows: int, out_dtype: DTypeLike, arrays: tuple[jax.Array,
         return False
     if jnp.dtype(form.dtype) not in _FLOATS or jnp.dtype(out_dtype) not in _FLOATS:
         return False
-    if not form.bits:
-        return True
+    if not form.bits:  # one row of floats is memory traffic, which XLA starts sooner
+        return rows > 1 or jnp.dtype(form.dtype) == jnp.bfloat16
     if (form.values == "e4m3" and form.bits != 8) or (form.values == "e2m1" and form.bits != 4):
         return False
     further = zip(form.parts[1:], arrays[1:], strict=True)
