@@ -71,7 +71,7 @@ def results(model: Any, *, every: bool) -> list[Any]:
     greedy = generate(model, IDS, max_new_tokens=8, logprobs=2)
     found: list[Any] = [greedy.ids()]
     if every:
-        warm = generate(model, IDS, max_new_tokens=8, sampling=WARM, key=3)
+        warm = generate(model, IDS[:4], n=2, max_new_tokens=8, sampling=WARM, key=3)
         events = jaxdraft.stream(model, IDS[:3], max_new_tokens=4, logprobs=1)
         stops = sorted({row[2] for row in greedy.ids()})[:3]
         stopped = generate(model, IDS, max_new_tokens=8, stop_ids=stops)
