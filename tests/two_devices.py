@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxdraft
 from jaxdraft import Sampling
 from jaxdraft.testing import tiny_model
-from tests.examples import first
+from tests.examples import LONG
 
 IDS = np.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
 WARM = Sampling(top_k=5, top_p=0.9)
@@ -63,6 +63,9 @@ def check(kind: str, mesh: Mesh) -> None:
         out_specs=PartitionSpec("x"), check_vma=False,
     )  # fmt: skip
     assert jax.jit(mapped)(replicated, rows).tolist() == expected[0], f"{kind}: shard_map"
+    print(kind, "equal")
+    if not LONG:
+        return
     scored = jaxdraft.score(replicated, rows).logits
     np.testing.assert_allclose(scored, jaxdraft.score(model, IDS).logits, rtol=1e-4, atol=1e-4)
     keys = jax.device_put(jax.random.split(jax.random.key(0), 2), split)
@@ -73,7 +76,6 @@ def check(kind: str, mesh: Mesh) -> None:
     drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(replicated, keys)
     for key, one in zip(jax.random.split(jax.random.key(0), 2), drawn, strict=True):
         assert draw(model, key).tolist() == one.tolist(), f"{kind}: split keys"
-    print(kind, "equal")
 
 
 def check_drafts(kind: str, mesh: Mesh) -> None:
@@ -92,7 +94,7 @@ def main() -> None:
     assert len(jax.devices()) == 2, jax.devices()
     mesh = Mesh(np.asarray(jax.devices()), ("x",))
     check("dflash2", mesh)  # the drafter with the most top-k
-    for kind in first(1, ("mtp", "dspark")):
+    for kind in ("mtp", "dspark") if LONG else ():
         check_drafts(kind, mesh)
     print("all equal")
 

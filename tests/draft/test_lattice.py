@@ -379,10 +379,10 @@ def test_a_block_drafter_proposes_the_path_it_is_told() -> None:
         told = replace(drafter, path=path)
         expected = lat.path_tokens(lattice, choose(lattice, length))
         pick = jax.jit(type(told)._choose)
-        tokens, support = pick(told, lattice, length, None)
+        tokens, support = pick(told, lattice, length, None, None)
         assert support is None
         np.testing.assert_array_equal(tokens, expected)
-        tokens, support = pick(told, lattice, length, Draw(cold, keys.copy()))
+        tokens, support = pick(told, lattice, length, Draw(cold, keys.copy()), None)
         drawn[path] = np.asarray(tokens)
         assert support is not None
         np.testing.assert_array_equal(tokens[::2], expected[::2])
