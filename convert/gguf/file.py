@@ -115,14 +115,18 @@ def _read(path: Path, data: mmap.mmap, files: DataFiles) -> GgufFile:
         metadata[name] = cursor.value(cursor.number("<I"), name)
     facts = [_tensor_facts(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ArtifactError(path.name, "general.alignment", repr(alignment), "a positive integer")
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ArtifactError(path.name, "general.alignment", repr(alignment), "a power of two")
     start = -(-cursor.at // alignment) * alignment
     found: dict[str, Tensor] = {}
+    at = 0
     for name, shape, kind, offset in facts:
         if name in found:
             raise ArtifactError(path.name, f"tensor {name}", "two tensors", "one")
+        if offset != at:  # the tensors follow each other; ggml reads no other file
+            raise ArtifactError(path.name, f"tensor {name}", f"offset {offset}", f"{at}")
         found[name] = _tensor(path, name, shape, kind, start + offset, len(data), files)
+        at += -(-found[name].nbytes // alignment) * alignment
     return GgufFile(path, metadata, found)
 
 

@@ -311,6 +311,17 @@ def _replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 COUNT = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"x", 9, 0, 2**60)
 """One entry, "x": a list of 2^60 bytes, none of which is there."""
 
+ALIGNED = struct.pack("<4sIQQQ17sII", b"GGUF", 3, 0, 1, 17, b"general.alignment", 4, 24)
+"""One entry, an alignment of 24 bytes."""
+
+
+def _moved(data: bytes) -> bytes:
+    """A file whose matrix ``ffn_down`` has the place of the first tensor."""
+    name = b"blk.0.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4
+    return data[:at] + struct.pack("<Q", 0) + data[at + 8 :]
+
+
 REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "magic": (_replaced(b"GGUF", b"GGML"), "magic: found b'GGML', expected b'GGUF'"),
     "version": (lambda d: d[:4] + struct.pack("<I", 1) + d[8:], "version: found 1, expected 2 or"),
@@ -318,6 +329,8 @@ REFUSED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "short": (lambda d: d[:-64], "in a file of"),
     "header": (lambda d: d[:600], "header: found"),
     "count": (lambda d: COUNT, "header: found"),
+    "alignment": (lambda d: ALIGNED, "general.alignment: found 24, expected a power of two"),
+    "overlap": (_moved, "tensor blk.0.ffn_down.weight: found offset 0, expected"),
     "empty": (lambda d: b"", "header: found 0 bytes, expected a GGUF file"),
     "architecture": (_replaced(b"llama", b"mamba"), "found 'mamba', expected llama or qwen2 or q"),
     "name": (_replaced(b"blk.0.ffn_up", b"blk.0.ffn_xx"), "up_proj.weight: found nothing, expect"),
