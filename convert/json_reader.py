@@ -159,6 +159,13 @@ class Section:
             raise self.fail(key, "true or false")
         return value
 
+    def flag(self, key: str) -> bool:
+        """Return a boolean; an absent or null one is the section's default, else False."""
+        value = self.value(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value is True
+
     def integers(self, key: str, low: int, high: int) -> tuple[int, ...]:
         """Return a list of integers in ``low..high``."""
         values = self.body.get(key)

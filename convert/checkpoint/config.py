@@ -375,7 +375,7 @@ class _Target:
             section.only("mlp_bias", False, *([True] if family.mlp_bias_key else []))
             if not family.bias:  # otherwise no key states these
                 section.only("attention_bias", False, *([True] if family.bias_key else []))
-        letters = family.bias + family.bias_key * (text.value("attention_bias") is True)
+        letters = family.bias + family.bias_key * text.flag("attention_bias")
         return "q" in letters, "o" in letters
 
     def _delta_net(self, eps: float) -> DeltaNetConfig:
@@ -429,7 +429,7 @@ class _Target:
             active=active,
             hidden=text.integer("moe_intermediate_size"),
             shared_hidden=shared,
-            renormalized=form == "stacked" or text.value("norm_topk_prob") is True,
+            renormalized=form == "stacked" or text.flag("norm_topk_prob"),
         )
         places = self._dense_layers(layers) if form == "separate" else ()
         if not places:
@@ -441,7 +441,7 @@ class _Target:
         return MlpConfig(
             hidden=self.text.integer("intermediate_size"),
             activation=self.family.activation,
-            bias=self.text.body.get("mlp_bias") is True,
+            bias=self.text.flag("mlp_bias"),
         )
 
     def _dense_layers(self, layers: int) -> tuple[int, ...]:

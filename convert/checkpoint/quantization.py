@@ -237,7 +237,7 @@ def _gptq(section: Section) -> Quantized:
         group=_group(section),
         zeros=True,
         lowered=section.body.get("checkpoint_format") != "gptq_v2",
-        reordered=section.body.get("desc_act") is True,
+        reordered=section.flag("desc_act"),
     )
     return Quantized((scheme,))
 

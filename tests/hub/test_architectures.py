@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from convert.checkpoint.config import read_target
-from convert.errors import Problems
+from convert.errors import ArtifactError, Problems
 from jaxdraft.checkpoint.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +44,30 @@ def test_a_file_that_says_nothing_has_the_defaults(name: str) -> None:
     assert config.architecture == name and config.norms == family.sides
     assert config.width == family.defaults["hidden_size"]
     assert len(config.layers) == family.defaults["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", {"attention_bias": 1}, "attention_bias: found 1, expected true or false"),
+        ("llama", {"mlp_bias": 1}, "mlp_bias: found 1, expected true or false"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: found 1, expected true or false"),
+        (
+            "llama",
+            {
+                "quantization_config": {
+                    "quant_method": "gptq",
+                    "bits": 4,
+                    "group_size": 128,
+                    "desc_act": 1,
+                }
+            },
+            "desc_act: found 1, expected true or false",
+        ),
+    ],
+)
+def test_a_number_is_not_a_boolean(name: str, settings: dict[str, Any], message: str) -> None:
+    """Otherwise 1 would pass as true, and then have the effect of false."""
+    with pytest.raises(ArtifactError) as raised:
+        read_target({"model_type": name, **settings}, head_stored=False, problems=Problems())
+    assert message in str(raised.value)
