@@ -5,7 +5,8 @@ of the target, ``base_model.model.X.lora_A.weight`` is A [r, in] and ``...lora_B
 [out, r], and the merged matrix is ``W + s * B @ A`` with ``s = lora_alpha / r``, or
 ``lora_alpha / sqrt(r)`` with ``use_rslora``. For an embedding, ``lora_embedding_A`` [r, V] and
 ``lora_embedding_B`` [D, r] add the transpose. Modules of ``modules_to_save`` are stored whole and
-take the place of the target's.
+take the place of the target's. So does ``X.base_layer.weight``, the matrix that a change is added
+to: PEFT stores it for embeddings.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,9 +30,13 @@ from convert.tensors import FLOATS, Array, DataFiles, Tensor
 from convert.unused import Remarks
 from jaxdraft.checkpoint.layout import Entry
 
+T = TypeVar("T")
+
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+
+_BASE = ".base_layer.weight"
 
 _FACTOR = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
@@ -156,26 +161,7 @@ def read_adapter(
     scale = _scales(section)
     tensors = read_file(folder, WEIGHTS, files)
     wanted = {part.name: part.shape for entry in layout for part in entry.tensors}
-    factors: dict[str, dict[str, Tensor]] = {}
-    whole: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        inner = name.removeprefix(_PREFIX)
-        found = _FACTOR.fullmatch(inner)
-        where = f"tensor {name}"
-        if tensor.data_type not in FLOATS:
-            problems.report(WEIGHTS, where, tensor.type_name, "FLOAT or FLOAT16 or BFLOAT16")
-        elif found is not None:
-            part = factors.setdefault(f"{found[1]}.weight", {})
-            part[found[3]] = tensor
-            if found[2]:
-                part["embedding"] = tensor
-        elif inner not in wanted:
-            problems.report(WEIGHTS, where, "a tensor", "lora_A, lora_B, or a tensor of the target")
-        elif tensor.shape != wanted[inner]:
-            shape = f"shape {list(tensor.shape)}"
-            problems.report(WEIGHTS, where, shape, f"shape {list(wanted[inner])}")
-        else:
-            whole[inner] = tensor
+    factors, whole = _parts(tensors, wanted, problems)
     deltas = {}
     for name, parts in factors.items():
         if (delta := _delta(name, parts, wanted.get(name), scale, problems)) is not None:
@@ -185,6 +171,41 @@ def read_adapter(
     problems.raise_any()
     remarks.note(WEIGHTS, f"{len(deltas)} matrices are merged with the adapter {folder.name}")
     return Adapter(deltas, whole)
+
+
+def _parts(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], problems: Problems
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the factors of each matrix and the tensors that are stored whole."""
+    factors: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        inner, where = name.removeprefix(_PREFIX), f"tensor {name}"
+        found = _FACTOR.fullmatch(inner)
+        if inner.endswith(_BASE):
+            inner = inner.removesuffix(_BASE) + ".weight"
+        if tensor.data_type not in FLOATS:
+            problems.report(WEIGHTS, where, tensor.type_name, "FLOAT or FLOAT16 or BFLOAT16")
+        elif found is not None:
+            part = factors.setdefault(f"{found[1]}.weight", {})
+            if found[3] in part:
+                problems.report(WEIGHTS, where, "a second tensor", f"one, {part[found[3]].name}")
+            part[found[3]] = tensor
+            if found[2]:
+                part["embedding"] = tensor
+        elif inner not in wanted:
+            problems.report(WEIGHTS, where, "a tensor", "lora_A, lora_B, or a tensor of the target")
+        elif tensor.shape != wanted[inner]:
+            shape = f"shape {list(tensor.shape)}"
+            problems.report(WEIGHTS, where, shape, f"shape {list(wanted[inner])}")
+        elif inner in whole:
+            problems.report(WEIGHTS, where, "a second tensor", f"one, {whole[inner].name}")
+        else:
+            whole[inner] = tensor
+    for name, tensor in whole.items():
+        if tensor.name.endswith(_BASE) and name not in factors:
+            problems.report(WEIGHTS, f"tensor {tensor.name}", "no lora_A and lora_B", "both")
+    return factors, whole
 
 
 def _delta(
@@ -228,7 +249,7 @@ class _Scale:
 
     def rank(self, name: str) -> int:
         """Return r of a matrix."""
-        return int(_matching(self.ranks, name, self.r))
+        return _matching(self.ranks, name, self.r)
 
     def of(self, name: str, rank: int) -> float:
         """Return the factor of a matrix's change."""
@@ -240,12 +261,23 @@ def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """Return the value whose pattern is the end of a module's name, as PEFT compares them."""
     module = name.removesuffix(".weight")
     for pattern, value in patterns.items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern.removeprefix('^')})", module):
-                return value
-        except re.error:
-            continue
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
     return default
+
+
+def _patterns(section: Section, key: str, read: Callable[[Section, str], T]) -> dict[str, T]:
+    """Return the numbers of an object whose keys are regular expressions."""
+    if not section.body.get(key):
+        section.only(key, {})
+        return {}
+    inner = section.section(key)
+    for pattern in inner.body:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise inner.fail(pattern, "a regular expression", str(error)) from error
+    return {pattern: read(inner, pattern) for pattern in inner.body}
 
 
 def _scales(section: Section) -> _Scale:
@@ -261,22 +293,12 @@ def _scales(section: Section) -> _Scale:
     start = section.body.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_RESIDUAL):
         section.report("init_lora_weights", "one for the base as it is; PEFT converts to it")
-    patterns = {}
-    for key, low in (("rank_pattern", int), ("alpha_pattern", float)):
-        value = section.body.get(key) or {}
-        good = isinstance(value, dict) and all(
-            isinstance(number, int | float) and not isinstance(number, bool) and number > 0
-            for number in value.values()
-        )
-        if not good:
-            raise section.fail(key, "an object of positive numbers")
-        patterns[key] = {name: low(number) for name, number in value.items()}
     found = _Scale(
         section.integer("r"),
         section.number("lora_alpha"),
-        section.body.get("use_rslora") is True,
-        patterns["rank_pattern"],
-        patterns["alpha_pattern"],
+        section.flag("use_rslora"),
+        _patterns(section, "rank_pattern", Section.integer),
+        _patterns(section, "alpha_pattern", Section.number),
     )
     section.inert("qalora_group_size", "lora_ga_config")
     section.report_unread(_HARMLESS)

@@ -106,6 +106,7 @@ def base(tmp_path: Path) -> Tensors:
         ({"use_rslora": True}, ALPHA / RANK**0.5),
         ({"alpha_pattern": {"self_attn.q_proj": 2, "down_proj": 2, "embed_tokens": 2}}, 0.5),
         ({"r": 8, "rank_pattern": {".*_proj": RANK, "embed_tokens": RANK}}, ALPHA / RANK),
+        ({"alpha_pattern": {"^layers.0.self_attn.q_proj": 2, "^model.*": 8}}, 2.0),
     ],
 )
 def test_merging_equals_numpy(
@@ -125,6 +126,18 @@ def test_modules_that_are_stored_whole(base: Tensors, tmp_path: Path) -> None:
     folder = adapter(tmp_path / "lora", tensors, modules_to_save=["lm_head"])
     expected = merged(base, tensors, ALPHA / RANK) | {"lm_head.weight": head}
     found = jaxdraft.load(tmp_path / "base", adapter=folder)
+    assert_close(found, jaxdraft.load(checkpoint(tmp_path / "wide", "llama", expected)))
+
+
+def test_a_stored_base_takes_the_place_of_the_matrix_that_is_adapted(
+    base: Tensors, tmp_path: Path
+) -> None:
+    """PEFT stores an adapted embedding beside its change."""
+    tensors = factors(base, (QUERY, EMBED))
+    other = base | {EMBED: 2 * base[EMBED]}
+    stored = tensors | {f"base_model.model.{EMBED[:-7]}.base_layer.weight": other[EMBED]}
+    found = jaxdraft.load(tmp_path / "base", adapter=adapter(tmp_path / "lora", stored))
+    expected = merged(other, tensors, ALPHA / RANK)
     assert_close(found, jaxdraft.load(checkpoint(tmp_path / "wide", "llama", expected)))
 
 
@@ -157,6 +170,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "LOHA"}, 'peft_type: found "LOHA", expected "LORA"'),
     "residual": ({"init_lora_weights": "pissa"}, "expected one for the base as it is"),
     "experts": ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: found"),
+    "flag": ({"use_rslora": 1}, "use_rslora: found 1, expected true or false"),
+    "pattern": ({"alpha_pattern": {"q_proj(": 2}}, "expected a regular expression"),
+    "fraction": ({"rank_pattern": {"q_proj": 4.5}}, "found 4.5, expected an integer"),
     "rank": ({"r": 8}, "found rank 4, expected 8, as in adapter_config.json"),
 }
 
@@ -176,6 +192,12 @@ def test_tensors_that_are_refused(base: Tensors, tmp_path: Path) -> None:
     changes: list[tuple[Tensors, str]] = [
         ({n: v for n, v in whole.items() if n != names[0]}, "found ['B'] alone, expected both"),
         (whole | {names[0]: np.zeros((RANK, 3), np.float32)}, "expected [r, 64] and [64, r]"),
+        (whole | {names[0].removesuffix(".weight"): whole[names[0]]}, "found a second tensor"),
+        (whole | {n[len("base_model.model.") :]: v for n, v in whole.items()}, "a second tensor"),
+        (
+            whole | {"base_model.model.lm_head.base_layer.weight": base["lm_head.weight"]},
+            "found no lora_A and lora_B, expected both",
+        ),
         ({n.replace("q_proj", "z_proj"): v for n, v in whole.items()}, "a matrix of the target"),
         (whole | {"base_model.model.x": np.zeros(3, np.float32)}, "expected lora_A, lora_B, or"),
         ({n: v.astype(np.int8) for n, v in whole.items()}, "found INT8, expected FLOAT or"),
