@@ -141,7 +141,7 @@ def test_the_tangent_of_score_is_its_gradient_along_a_direction() -> None:
 @pytest.mark.parametrize(
     "name",
     first(
-        2, ["qwen35_int4_cpu", "sliding_qwen3_fp32_cpu", "qwen35_moe_fp32_cpu", "qwen3_fp32_cpu"]
+        1, ["qwen35_int4_cpu", "sliding_qwen3_fp32_cpu", "qwen35_moe_fp32_cpu", "qwen3_fp32_cpu"]
     ),
 )
 def test_exported_models_have_the_gradient_of_a_plain_pass(name: str) -> None:

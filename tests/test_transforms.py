@@ -437,9 +437,9 @@ def everything(kind: str, case: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "case"),
     first(
-        3,
+        2,
         [
-            ("dflash2", "adaptive"), ("dspark", "confident"), ("mtp", "fallback"),
+            ("dspark", "confident"), ("mtp", "fallback"), ("dflash2", "adaptive"),
             ("dflash2", "own"), ("dflash2", "longest"), ("mtp", "own"), ("dspark", "none"),
         ],
     ),
